@@ -287,6 +287,53 @@ def test_tables_are_read_inside(at_end: bool) -> None:
         assert torch.equal(output(guarded), output(table))
 
 
+BUCKETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clamped": lambda i, j: (i - j).clamp(-20, 19) + 20,
+    "reversed": lambda i, j: (j - i).clamp(-20, 19) + 20,
+    "shared": lambda i, j: torch.clamp((i - j) // 7, -20, 19) + 20,
+    "there_and_back": lambda i, j: (i - j).abs().clamp(max=39),
+    "scattered": lambda i, j: (i - j) * 7 % 40,
+    "one": lambda i, j: (i - j) * 0 + 39,
+    "column_of_key": lambda i, j: j % 14,
+    "line_of_key": lambda i, j: j // 14,
+    "of_query": lambda i, j: i % 14 * 2,
+    "of_both": lambda i, j: (i // 14 + j // 14) % 40,
+}
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("name", BUCKETS)
+def test_tables_of_queries_and_keys(name: str) -> None:
+    """Vectors hold what neighbours read of a table, if it is near."""
+    queries, keys, bucket = 130, 200, BUCKETS[name]
+    torch.manual_seed(0)
+    tables = [
+        torch.randn(H, n, 40, dtype=torch.float64, requires_grad=True) for n in (queries, keys)
+    ]
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + tables[0][h, i, bucket(i, j)] + tables[1][h, j, bucket(i, j)]
+
+    case, x = Case(score, None, tables), tensors(queries=queries, keys=keys)
+    found = results(torch_attn.flex_attention, x, case, return_lse=True)
+    assert largest_difference(found, results(reference.flex_attention, x, case)) < 1e-12
+
+    x = [t.detach().float() for t in x]
+    at = bucket(torch.arange(queries)[:, None], torch.arange(keys)).expand(H, queries, keys)
+    for of_keys, table in enumerate(t.detach().float() for t in tables):
+        pairs = table.gather(2, at.mT).mT if of_keys else table.gather(2, at)
+
+        def by_table(s: Tensor, b: Any, h: Any, i: Any, j: Any, table: Tensor = table,
+                     of_keys: int = of_keys) -> Tensor:  # fmt: skip
+            return s + table[h, j if of_keys else i, bucket(i, j)]
+
+        def by_pair(s: Tensor, b: Any, h: Any, i: Any, j: Any, pairs: Tensor = pairs) -> Tensor:
+            return s + pairs[h, i, j]
+
+        outputs = [torch_attn.flex_attention(*x, score) for score in (by_table, by_pair)]
+        assert torch.equal(*outputs), of_keys
+
+
 def test_nothing_times_infinity_is_nothing() -> None:
     """Where PyTorch's gradient is NaN: the score at 0, whose root has an infinite slope."""
     x = [torch.zeros_like(t).requires_grad_() for t in tensors()]

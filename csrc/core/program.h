@@ -57,10 +57,10 @@ enum class Op : uint8_t {
   le_whole,
   // values of any kind
   where,
-  lookup,          // the number of a table at index x, plus z
-  lookup_tangent,  // likewise, of the table's derivative along t (Tangents)
-  float_of,        // converts a whole number
-  whole_of,        // converts a number, and rounds towards 0
+  lookup,          // number x of a table, plus y * z
+  lookup_tangent,  // of its derivative along a direction
+  float_of,        // of a whole number
+  whole_of,        // of a number, rounded towards 0
 };
 
 // What a list reads.
@@ -127,7 +127,8 @@ struct List {
   int slots;
   int uniform_slots;
   int lookups;
-  bool reads_pairs;  // whether it reads pair_term or pair_tangent
+  bool reads_pairs;    // pair_term or pair_tangent
+  bool reads_product;  // or the value that `keeping` stored
 };
 
 // One tensor of leaves, [batch, heads, L or S or L + S - 1, columns], of the compute dtype, or int32 for whole numbers.

@@ -281,6 +281,9 @@ struct OwnList {
   int slots = 0, uniform_slots = 0, lookups = 0;
 
   List view() const {
+    const auto reads = [&](Leaf one, Leaf other) {
+      return std::ranges::any_of(leaves, [&](const LeafOfList& l) { return l.leaf == one || l.leaf == other; });
+    };
     return {steps.data(),
             static_cast<int>(steps.size()),
             leaves.data(),
@@ -290,8 +293,8 @@ struct OwnList {
             slots,
             uniform_slots,
             lookups,
-            std::ranges::any_of(
-                leaves, [](const LeafOfList& l) { return l.leaf == Leaf::pair_term || l.leaf == Leaf::pair_tangent; })};
+            reads(Leaf::pair_term, Leaf::pair_tangent),
+            reads(Leaf::product, Leaf::product)};
   }
 };
 
@@ -307,7 +310,7 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
   std::vector<Value> values;
   for (int n = 0; n < g.size(); ++n) {
     values.push_back(g[n]);
-    if (g[n].op == Op::lookup || g[n].op == Op::lookup_tangent) values.back().from[2] = nothing;
+    if (g[n].op == Op::lookup || g[n].op == Op::lookup_tangent) values.back().from = {g[n].from[0], one, nothing};
   }
   std::vector<int> uses(g.size());
   for (const auto& [n, _, index] : results) {
@@ -318,21 +321,12 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // Fuses operations. A sum or difference takes in a product, a sum takes in a lookup, and a tanh takes in the factors
-  // of its argument and of its result. An operation is taken in only if nothing else needs its result.
+  // Fuses operations whose results nothing else needs: a sum, or a sum with a product, with a number of a table; a sum
+  // or difference with a product; and a tanh with the factors of its argument and of its result.
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
     if (uses[n] == 0) continue;
-    for (const int i : {0, 1}) {
-      if ((v.op != Op::add && v.op != Op::sub) || g.is_uniform(n)) break;
-      const int product = v.from[i], other = v.from[1 - i];
-      if (!only_use_of(product, Op::mul) || product == other) continue;
-      const Op op = v.op == Op::add ? Op::fma : i == 0 ? Op::fms : Op::fnma;
-      v = {op, 'f', {g[product].from[0], g[product].from[1], other}};
-      uses[product] = 0;
-      break;
-    }
     for (const int i : {0, 1}) {
       if (v.op != Op::add) break;
       const int found = v.from[i], other = v.from[1 - i];
@@ -341,6 +335,19 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
       v.from[2] = other;
       uses[found] = 0;
       --uses[nothing];
+      if (!only_use_of(other, Op::mul)) continue;
+      v.from = {v.from[0], g[other].from[0], g[other].from[1]};
+      uses[other] = 0;
+      --uses[one];
+    }
+    for (const int i : {0, 1}) {
+      if ((v.op != Op::add && v.op != Op::sub) || g.is_uniform(n)) break;
+      const int product = v.from[i], other = v.from[1 - i];
+      if (!only_use_of(product, Op::mul) || product == other) continue;
+      const Op op = v.op == Op::add ? Op::fma : i == 0 ? Op::fms : Op::fnma;
+      v = {op, 'f', {g[product].from[0], g[product].from[1], other}};
+      uses[product] = 0;
+      break;
     }
     if (v.op == Op::tanh) {
       const int x = v.from[0];

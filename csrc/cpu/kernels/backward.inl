@@ -261,14 +261,18 @@ struct Backward {
 
   // Fills x with P * Z, and dx with dS if `want_dx`. For kSecond, fills x with tP * Z, dx with dS and tdx with t(dS).
   static void weights(const Params& p, const Buffers& b, const RowState& state, const Keys& k, const ScoreTile<T>& tile,
-                      bool want_dx) {
+                      bool want_dx, int64_t in_tables = 0) {
     const int64_t keys = tile.keys.size(), lanes = tile.lanes();
     scores<S>(p, tile, state.score_query_t, k.score_key, b.x, b.kept);
     if (p.has_dropout) dropout_factors<T>(p, state.rows, tile.keys, static_cast<T>(p.keep_scale), b.factor);
+    const TermGradients& terms = gradients_of_terms(p);
+    TablesAhead<T> tables(p, terms.has_tables ? p.program->gradient : nullptr, *tile.rows, tile.keys, terms.tables,
+                          in_tables);
     const auto dot_with_grad_output = [&](const Rows<T>& value, T* dots) {
       each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
         multiply<F>({seen.size(), count, slots_of<F>(p.value_dim)}, rows_from(value, seen.first),
-                    {state.grad_output_t + lane, kRowTile}, dots + seen.first * kRowTile + lane, kRowTile, Store::set);
+                    {state.grad_output_t + lane, kRowTile}, dots + seen.first * kRowTile + lane, kRowTile, Store::set,
+                    tables);
       });
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
@@ -353,7 +357,8 @@ struct Backward {
     tiles = with_pairs(p, list.reads_pairs ? list : *program.gradient, tile, tiles, tangent);
     T* const room = room_of_lists(p, tile);
     Evaluation<T> first_order(p, *program.gradient, tile, tiles, room);
-    Evaluation<T> second_order(p, list, tile, tiles, room + Evaluation<T>::room(program.gradient));
+    const List nothing{};
+    Evaluation<T> second_order(p, kSecond ? list : nothing, tile, tiles, room + Evaluation<T>::room(program.gradient));
     const Evaluation<T>& found = kSecond ? second_order : first_order;
     const RowTile& rows = *tile.rows;
     const auto add_term = [&](const ResultOfList& result, int64_t first, int64_t count) {
@@ -380,10 +385,13 @@ struct Backward {
       }
     };
     each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
-      first_order.run(first, count);
+      // Overwrites dS where nothing else reads it.
+      T* const dx = b.dx + first * kRowTile;
+      const bool in_place = !kSecond && list.result_count == 1 && list.step_count > list.uniform_slots;
+      first_order.run(first, count, in_place ? dx : nullptr);
       if (kSecond) second_order.run(first, count);
       for (int i = 1; i < list.result_count; ++i) add_term(list.results[i], first, count);
-      first_order.copy(program.gradient->results[0].from, count, b.dx + first * kRowTile);
+      if (!in_place) first_order.copy(program.gradient->results[0].from, count, dx);
       if (kSecond) second_order.copy(list.results[0].from, count, b.tdx + first * kRowTile);
     });
   }
@@ -457,7 +465,7 @@ struct Backward {
     Place place{own.keys.first, own_chunks.first, in_tables};
     const auto load = [&](Range keys) { k = load_keys(p, b, own.n, own.first_head, keys); };
     const auto visit = [&](RowState& state, const ScoreTile<T>& tile) {
-      weights(p, b, state, k, tile, want_dx);
+      weights(p, b, state, k, tile, want_dx, in_tables);
       const RowTile& rows = state.rows;
       const int64_t first = tile.keys.first - own.keys.first;
       T *const grad_key = b.grad_key + first * b.ld_key, *const grad_value = b.grad_value + first * b.ld_value;

@@ -72,9 +72,21 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
-// Returns a vector whose lane j is the sum of row j. The rows are contiguous, and each has kLanes elements. A step
-// takes the even units and the odd units of two vectors, as in a transposition, and then adds both. So kRows rows
-// become one vector, which has kLanes / kRows partial sums of each row.
+// Lane i: element places[i] of x.
+template <class T>
+ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
+#if defined(__clang__)
+  Vec<T> found;
+  for (int i = 0; i < kLanes<T>; ++i) found[i] = x[places[i]];
+  return found;
+#else
+  return __builtin_shuffle(x, places);
+#endif
+}
+
+// Lane j: the sum of the elements of row j; kLanes rows are contiguous. As in a transposition, a step takes even and
+// odd units of two vectors, but adds them. So kRows rows become one vector, which has kLanes / kRows partial sums of
+// each row.
 template <class T, int kRows = kLanes<T>>
 ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
   if constexpr (kRows == 1) {

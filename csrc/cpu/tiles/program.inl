@@ -92,6 +92,61 @@ struct PairTiles {
 
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
+// Sums over a strip: per lane, per key, and per diagonal, which has one distance. A lane without a row may hold a NaN,
+// because its terms are 0, and adds nothing.
+template <class T>
+void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
+  for (int64_t i = 0; i < lanes; i += kLanes<T>) {
+    Vec<T> sum{};
+    for (int64_t j = 0; j < count; ++j) sum += load<T>(x.data + j * x.step + i);
+    store<T>(sums + i, load<T>(sums + i) + sum);
+  }
+}
+template <class T>
+void add_lanes(const Values<T>& x, int64_t count, int64_t rows, T* sums, int64_t step) {
+  constexpr int W = kLanes<T>;
+  const int64_t whole = rows / W * W;
+  const auto has_row = lane_numbers<T>() < static_cast<Int<T>>(rows - whole);
+  for (int64_t first = 0; first < count; first += W) {
+    const int64_t keys = smaller(W, count - first);
+    T of_keys[W * W];
+    for (int64_t k = 0; k < W; ++k) {
+      const T* const from = x.data + (first + smaller(k, keys - 1)) * x.step;
+      Vec<T> sum{};
+      for (int64_t i = 0; i < whole; i += W) sum += load<T>(from + i);
+      if (whole < rows) sum += has_row ? load<T>(from + whole) : Vec<T>{};
+      store<T>(of_keys + k * W, sum);
+    }
+    store<T>(of_keys, sums_of_rows<T>(of_keys));
+    for (int64_t k = 0; k < keys; ++k) sums[(first + k) * step] += of_keys[k];
+  }
+}
+
+// Adds number (j, i) of the strip to sums[i - j].
+template <class T>
+void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
+  constexpr int64_t W = kLanes<T>;
+  const auto numbers = lane_numbers<T>();
+  const int64_t diagonals = rows + count - 1;
+  for (int64_t first = 0; first < diagonals; first += W) {  // `first` is i - j of the first diagonal, plus count - 1
+    Vec<T> sum{};
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t lane = first - (count - 1) + j;
+      if (lane <= -W || lane >= rows) continue;
+      const Vec<T> found = load<T>(x.data + j * x.step + lane);
+      const auto row = numbers + static_cast<Int<T>>(lane);
+      const bool inside = lane >= 0 && lane + W <= rows;
+      sum += inside ? found : ((row >= 0) & (row < static_cast<Int<T>>(rows))) ? found : Vec<T>{};
+    }
+    T* const to = sums + first - (count - 1);
+    if (first + W <= diagonals) {
+      store<T>(to, load<T>(to) + sum);
+    } else {
+      for (int64_t i = 0; i < diagonals - first; ++i) to[i] += sum[i];
+    }
+  }
+}
+
 template <class T>
 class Evaluation {
  public:
@@ -100,7 +155,9 @@ class Evaluation {
   static constexpr int64_t kLeaf = larger(kKeyTile * W, 2 * kRowTile), kSlot = kStrip * kRowTile;
 
   static int64_t room(const List* list) {
-    return list ? room_of_places(*list) + (list->leaf_count + list->lookups) * kLeaf + list->slots * kSlot : 0;
+    return list ? room_of_places(*list) + (list->leaf_count + list->lookups) * kLeaf +
+                      (reads_tables(*list) ? list->leaf_count * kIndices : 0) + list->slots * kSlot
+                : 0;
   }
 
   Evaluation(const Problem& p, const List& list, const auto& tile, const PairTiles<T>& tiles, T* workspace)
@@ -114,24 +171,20 @@ class Evaluation {
         head_(head),
         leaves_(reinterpret_cast<Values<T>*>(workspace)),
         lookups_(leaves_ + list.leaf_count),
-        runs_(reinterpret_cast<uint8_t*>(lookups_ + list.lookups)),
+        indices_(reinterpret_cast<Indices*>(lookups_ + list.lookups)),
         rows_(rows),
         first_key_(keys.first),
         lanes_(round_up(rows.size(), W)) {
     workspace += room_of_places(list);
-    slots_ = workspace + (list.leaf_count + list.lookups) * kLeaf;
+    T* const indices = workspace + (list.leaf_count + list.lookups) * kLeaf;
+    const bool has_tables = reads_tables(list);
+    slots_ = indices + (has_tables ? list.leaf_count * kIndices : 0);
     for (int i = 0; i < list.leaf_count; ++i) {
       const Leaf leaf = list.leaves[i].leaf;
       T* const numbers = workspace + i * kLeaf;
       leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
-      if (!reads_tables(list) || !is_number(leaf)) continue;
-      const bool of_keys = leaf == Leaf::key_number || leaf == Leaf::key,
-                 of_rows = leaf == Leaf::row_number || leaf == Leaf::query;
-      follow(numbers,
-             of_keys   ? keys.size()
-             : of_rows ? kRowTile
-                       : 2 * kRowTile,
-             of_keys ? W : 1, runs_ + i * 2 * kRowTile);
+      if (has_tables && is_number(leaf))
+        indices_[i] = indices_of(leaf, numbers, rows.size(), keys.size(), indices + i * kIndices);
     }
     for (int i = 0; i < list.step_count; ++i) {
       const Step& step = list.steps[i];
@@ -145,10 +198,11 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Evaluates the list at keys [first, first + count) of the tile. The last operation writes to `to`, unless `to` is
-  // null.
-  void run(int64_t first, int64_t count, T* to = nullptr) {
+  // Evaluates keys [first, first + count) of the tile. Unless they are null, the last operation writes to `to`, and the
+  // second result goes to `kept`.
+  void run(int64_t first, int64_t count, T* to = nullptr, T* kept = nullptr) {
     first_ = first;
+    kept_ = kept;
     for (int i = list_.uniform_slots; i < list_.step_count; ++i)
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
@@ -156,13 +210,14 @@ class Evaluation {
   // Copies a result to a strip of `count` keys of a tile. run() may have read this tile.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
+    if (x.data == to) return;
     for (int64_t j = 0; j < count; ++j)
       for (int64_t i = 0; i < lanes_; i += W)
         store<T>(to + j * kRowTile + i, load<T>(x.data + j * x.step + (i & x.lanes)));
   }
   // Returns an operand, or a result after run() has computed it.
   Values<T> at(int16_t from) const {
-    if (from >= list_.uniform_slots) return {slots_ + from * kSlot, kRowTile, -1};
+    if (from >= list_.uniform_slots) return {slot(from), kRowTile, -1};
     if (from >= 0) return {slots_ + from * kSlot, 0, 0};
     Values<T> leaf = leaves_[-1 - from];
     leaf.data += first_ * leaf.step;
@@ -182,48 +237,67 @@ class Evaluation {
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
     const Lookup at = lookup(result.table, grad, result.index);
     T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
-    const auto of = [&](int64_t j, int64_t i)
-                        __attribute__((always_inline)) { return load<T>(x.data + j * x.step + i); };
-    const auto one_by_one = [&](int64_t j, int64_t i, const Indices& found) {
-      const T* const from = x.data + j * x.step + i;
-      for (int64_t k = 0; k < smaller(W, rows_.size() - i); ++k)
-        if (found.index[k] < at.size) table[j * at.key + (i + k) * at.row + found.index[k]] += from[k];
-    };
+    const int64_t rows = rows_.size();
+    if (at.indices && at.indices->are_same && at.index_at(0, 0) < at.size) {
+      T* const to = table + at.index_at(0, 0);
+      if (at.key != 0) return add_lanes<T>(x, count, rows, to, at.key);
+      T sums[kRowTile] = {};
+      add_rows<T>(x, count, lanes_, sums);
+      for (int64_t i = 0; i < rows; ++i) to[i * at.row] += sums[i];
+      return;
+    }
     for (int64_t i = 0; i < lanes_; i += W)
-      for (int64_t j = 0; j < count;) {
-        const Indices found = indices(at, j, i, count, W);
-        T* const to = table + j * at.key + i * at.row;
-        if (!found.are_inside || i + W > rows_.size()) {  // a lane without a row may hold a NaN
-          one_by_one(j, i, found);
-          j += 1;
-          continue;
-        }
-        if (at.key != 0) {
-          for (int64_t k = 0; k < found.count; ++k) add_to(to + k * at.key + k * found.step, found, of(j + k, i));
-        } else if (found.step == 0) {
-          Vec<T> sum = of(j, i);
-          for (int64_t k = 1; k < found.count; ++k) sum += of(j + k, i);
-          if (at.row == 0)
-            add_to(to, found, sum);
-          else
-            for (int k = 0; k < W; ++k) to[k * at.row + found.index[k]] += sum[k];
-        } else {
+      for (int64_t j = 0; j < count; j += W) {
+        const int64_t of_keys = smaller(W, count - j), of_rows = smaller(W, rows - i);
+        // A lane without a row may hold a NaN.
+        const int step = of_keys == W && of_rows == W ? step_of(at, j, i) : 0;
+        if (step != 0 && at.key != 0) {
+          for (int64_t k = j; k < j + W; ++k) {
+            T* const to = table + k * at.key + smaller(at.index_at(k, i), at.index_at(k, i + W - 1));
+            const Vec<T> added = load<T>(x.data + k * x.step + i);
+            store<T>(to, load<T>(to) + (step > 0 ? added : reversed<T>(added)));
+          }
+        } else if (step != 0) {
           Vec<T> columns[W];
-          for (int k = 0; k < W; ++k) columns[k] = of(j + (found.step > 0 ? k : W - 1 - k), i);
+          for (int k = 0; k < W; ++k) columns[k] = load<T>(x.data + (j + (step > 0 ? k : W - 1 - k)) * x.step + i);
           transpose<T>(columns);
           for (int k = 0; k < W; ++k) {
-            T* const number = to + k * at.row + found.least(k);
-            store<T>(number, load<T>(number) + columns[k]);
+            T* const to = table + (i + k) * at.row + smaller(at.index_at(j, i + k), at.index_at(j + W - 1, i + k));
+            store<T>(to, load<T>(to) + columns[k]);
+          }
+        } else {
+          // From owner to owner of the table's numbers, so that an addition need not wait for the one before it.
+          const auto add = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
+            const UInt<T> index = at.index_at(key, row);
+            if (index < at.size) table[key * at.key + row * at.row + index] += x.data[key * x.step + row];
+          };
+          if (at.key != 0) {
+            for (int64_t row = i; row < i + of_rows; ++row)
+              for (int64_t key = j; key < j + of_keys; ++key) add(key, row);
+          } else {
+            for (int64_t key = j; key < j + of_keys; ++key)
+              for (int64_t row = i; row < i + of_rows; ++row) add(key, row);
           }
         }
-        j += found.count;
       }
   }
 
  private:
+  // A leaf of whole numbers that indexes tables. Its numbers by place: of key j, of row i, or of the distance
+  // i - j + kKeyTile - 1; and the least and the largest of the W numbers from a place on.
+  struct Indices {
+    const T* numbers;
+    const UInt<T>*least, *most;
+    bool of_distances, of_keys;
+    bool are_same;  // for all pairs of the tile; then there are no `least` and `most`
+    int64_t place(int64_t key, int64_t row) const {
+      return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
+    }
+  };
+  static constexpr int64_t kIndices = 2 * (2 * kRowTile + W) + kKeyTile + W;
   static int64_t room_of_places(const List& list) {
-    constexpr int64_t kPlaces = divide_up(sizeof(Values<T>), sizeof(T)), kRuns = 2 * kRowTile / sizeof(T);
-    return round_up((list.leaf_count + list.lookups) * kPlaces + list.leaf_count * kRuns, W);
+    const size_t bytes = (list.leaf_count + list.lookups) * sizeof(Values<T>) + list.leaf_count * sizeof(Indices);
+    return round_up(divide_up(static_cast<int64_t>(bytes), sizeof(T)), W);
   }
   // Whether a list reads tables, or computes gradients of tables.
   static bool reads_tables(const List& list) {
@@ -231,19 +305,45 @@ class Evaluation {
     for (int i = 0; i < list.result_count; ++i) reads |= list.results[i].table >= 0;
     return reads;
   }
+  T* slot(int16_t n) const { return kept_ && n == list_.results[1].from ? kept_ : slots_ + n * kSlot; }
   const Terms& terms_of(const Step& step) const {
     const Table& table = program_.tables[step.table];
     return step.op == Op::lookup ? table.numbers : table.tangent;
   }
 
-  // Sets runs[n] to how many numbers follow number n at equal differences. Numbers are `step` apart in memory.
-  static void follow(const T* numbers, int64_t count, int64_t step, uint8_t* runs) {
-    const auto difference = [&](int64_t n) {
-      return bit_cast<UInt<T>>(numbers[(n + 1) * step]) - bit_cast<UInt<T>>(numbers[n * step]);
-    };
-    runs[count - 1] = 0;
-    for (int64_t n = count - 2; n >= 0; --n)
-      runs[n] = n + 2 < count && difference(n) == difference(n + 1) ? static_cast<uint8_t>(runs[n + 1] + 1) : 1;
+  static Indices indices_of(Leaf leaf, const T* numbers, int64_t rows, int64_t keys, T* room) {
+    auto* const least = reinterpret_cast<UInt<T>*>(room);
+    UInt<T>* const most = least + 2 * kRowTile + W;
+    T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile + W);
+    Indices found = {numbers, least, most, leaf == Leaf::distance_number, leaf == Leaf::key_number || leaf == Leaf::key,
+                     true};
+    if (found.of_keys) {
+      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = numbers[j * W];
+      for (int64_t j = keys; j < kKeyTile; ++j) of_each_key[j] = T{};
+      found.numbers = of_each_key;
+    }
+    const T* const first = found.numbers + found.place(found.of_distances ? keys - 1 : 0, 0);
+    const int64_t count = found.of_distances ? rows + keys - 1 : found.of_keys ? keys : rows;
+    const int64_t all = found.of_distances ? 2 * kRowTile : kRowTile;
+    const Vec<UInt<T>> one = splat<UInt<T>>(bit_cast<UInt<T>>(first[0]));
+    for (int64_t n = 0; n < count && found.are_same; n += W) {
+      const auto counts = lane_numbers<T>() < static_cast<Int<T>>(count - n);
+      found.are_same = !any((bits<T>(load<T>(first + n)) != one) & counts);
+    }
+    if (found.are_same) return found;
+    for (int64_t n = 0; n < all; n += W) {
+      store<T>(reinterpret_cast<T*>(least + n), load<T>(found.numbers + n));
+      store<T>(reinterpret_cast<T*>(most + n), load<T>(found.numbers + n));
+    }
+    for (int64_t n = 0; n < W; ++n) least[all + n] = most[all + n] = 0;
+    for (int64_t next = 1; next < W; next *= 2)
+      for (int64_t n = 0; n < all; n += W) {
+        const auto a = load<UInt<T>>(least + n), b = load<UInt<T>>(least + n + next);
+        const auto c = load<UInt<T>>(most + n), d = load<UInt<T>>(most + n + next);
+        store<UInt<T>>(least + n, a < b ? a : b);
+        store<UInt<T>>(most + n, c > d ? c : d);
+      }
+    return found;
   }
 
   static T as_lane(Int<T> x) { return bit_cast<T>(x); }
@@ -329,7 +429,7 @@ class Evaluation {
     using V = Vec<T>;
     const Step& step = list_.steps[n];
     const Values<T> x = at(step.from[0]), y = at(step.from[1]), z = at(step.from[2]);
-    if (!to) to = slots_ + step.to * kSlot;
+    if (!to) to = slot(step.to);
     const auto each = [&, lanes = lanes_](auto f) __attribute__((always_inline)) {
       for (int64_t j = 0; j < count; ++j)
         for (int64_t i = 0; i < lanes; i += W) {
@@ -449,17 +549,15 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // A table and an index into it. Number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index]. If the
-  // index is a number per row, per key or per distance, `runs` says how far it goes on in equal steps.
+  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index].
   struct Lookup {
     const T* table;
     int64_t row, key;
     UInt<T> size;
     Values<T> index;
-    Leaf of;
-    const uint8_t* runs;  // see follow(); null if it is another index
-    Vec<UInt<T>> at(int64_t j, int64_t i) const {
-      return bits<T>(load<T>(index.data + j * index.step + (i & index.lanes)));
+    const Indices* indices;  // null if it is no leaf
+    UInt<T> index_at(int64_t j, int64_t lane) const {
+      return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
     }
   };
   static constexpr bool is_number(Leaf leaf) {
@@ -469,95 +567,40 @@ class Evaluation {
   Lookup lookup(int number, const Terms& terms, int16_t index) const {
     const Table& table = program_.tables[number];
     const T* data = static_cast<const T*>(terms.data);
-    Lookup found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), Leaf::score, nullptr};
+    Lookup found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), nullptr};
     if (table.of == TableOf::queries) found.row = terms.row;
     if (table.of == TableOf::keys) found.key = terms.row;
     found.table += entry_ * terms.entry + head_ * terms.head + rows_.first * found.row + first_key_ * found.key;
-    if (index < 0) found.of = list_.leaves[-1 - index].leaf;
-    if (is_number(found.of)) found.runs = runs_ + (-1 - index) * 2 * kRowTile;
+    if (index < 0 && is_number(list_.leaves[-1 - index].leaf)) found.indices = &indices_[-1 - index];
     return found;
   }
 
-  // How the index changes from lane to lane: it ascends by 1, descends by 1, stays the same, or changes in any other
-  // way.
-  enum class Along { ascending, descending, same, any };
-  static Along along(Int<T> step) {
-    return step == 0 ? Along::same : step == 1 ? Along::ascending : step == -1 ? Along::descending : Along::any;
-  }
-  // The indices of W lanes and `count` keys. From key to key they change by `step`, which is -1, 0 or 1.
-  struct Indices {
-    UInt<T> index[W];  // of the first key
-    int64_t count;
-    int step;
-    Along along;      // those of each key
-    bool are_inside;  // of the table, with all numbers that are read as vectors
-    UInt<T> least(int lane) const { return index[lane] - static_cast<UInt<T>>(step < 0 ? count - 1 : 0); }
-  };
-  // Returns indices from key j of a strip of `keys` keys on. If all keys share the table's numbers, a step other than 0
-  // must hold for at least `least_steps` keys. Otherwise returns the indices of key j alone.
-  ATTN_INLINE Indices indices(const Lookup& lookup, int64_t j, int64_t i, int64_t keys, int64_t least_steps) const {
-    Indices found{{}, 1, 0, Along::any, true};
-    const int64_t key = first_ + j, most = keys - j;
-    const auto number = [&](int64_t at_key, int64_t lane) {
-      return bit_cast<Int<T>>(lookup.index.data[at_key * lookup.index.step + lane]);
+  // 1 or -1, if the indices of W rows and W keys go on by as much along the numbers of each row's or key's own table,
+  // and all of them are inside; else 0.
+  ATTN_INLINE int step_of(const Lookup& at, int64_t j, int64_t i) const {
+    const bool of_distances = at.indices && at.indices->of_distances;
+    if (!at.indices || !(of_distances || (at.indices->of_keys ? at.row : at.key) != 0)) return 0;
+    const int64_t place = at.indices->place(first_ + j + (of_distances ? W - 1 : 0), i);
+    const T* const numbers = at.indices->numbers + place;
+    const Vec<UInt<T>> here = bits<T>(load<T>(numbers)), steps = bits<T>(load<T>(numbers + 1)) - here;
+    const auto step = static_cast<Int<T>>(steps[0]);
+    if (step != 1 && step != -1) return 0;
+    const auto is_other = [&](Vec<UInt<T>> found) {
+      return any((found - steps[0] != Vec<UInt<T>>{}) & (lane_numbers<T>() < W - 1));
     };
-    const auto go_on = [&](int64_t count, Int<T> step) {
-      if (count < 2 || step < -1 || step > 1) return;
-      found.count = count;
-      found.step = static_cast<int>(step);
-    };
-    if (!lookup.runs) {
-      const Vec<UInt<T>> here = lookup.at(j, i);
-      if (most > 1) {
-        const Vec<UInt<T>> steps = lookup.at(j + 1, i) - here;
-        int64_t count = 2;
-        if (any(steps - steps[0])) count = 1;
-        while (count > 1 && count < most && !any(lookup.at(j + count, i) - lookup.at(j + count - 1, i) - steps))
-          ++count;
-        go_on(count, static_cast<Int<T>>(steps[0]));
-      }
-      const Vec<UInt<T>> of_lanes = here - here[0], numbers = bit_cast<Vec<UInt<T>>>(lane_numbers<T>());
-      if (!any(of_lanes)) found.along = Along::same;
-      if (!any(of_lanes - numbers)) found.along = Along::ascending;
-      if (!any(of_lanes + numbers)) found.along = Along::descending;
-    } else if (lookup.index.lanes == 0) {  // a number of keys
-      const int64_t count = smaller(most, lookup.runs[key] + 1);
-      go_on(count, count > 1 ? number(j + 1, 0) - number(j, 0) : 0);
-      found.along = Along::same;
-    } else if (lookup.index.step == 0) {  // of rows
-      go_on(most, 0);
-      if (lookup.runs[i] >= W - 1) found.along = along(number(0, i + 1) - number(0, i));
-    } else {  // of distances, which descend from key to key
-      const int64_t place = kKeyTile - 1 + i - key;
-      const bool is_block = lookup.runs[place - most + 1] >= W + most - 2;
-      if (is_block || lookup.runs[place] >= W - 1) found.along = along(number(j, i + 1) - number(j, i));
-      if (is_block) go_on(most, -(number(j, i + 1) - number(j, i)));
-    }
-    const bool shares = lookup.key == 0;
-    if (shares && found.step != 0) found.count = smaller(found.count, W);
-    if (shares && found.step != 0 && found.count < least_steps) found.count = 1, found.step = 0;
-    find(lookup, j, i, shares, found);
-    if (!found.are_inside && found.count > 1) {
-      found.count = 1, found.step = 0;
-      find(lookup, j, i, shares, found);
-    }
-    return found;
-  }
-  // Fills in the indices of the first key, and whether all indices are inside the table.
-  ATTN_INLINE void find(const Lookup& lookup, int64_t j, int64_t i, bool shares, Indices& found) const {
-    const auto size = Vec<UInt<T>>{} + lookup.size;
-    const Vec<UInt<T>> first = lookup.at(j, i);
-    const auto others = static_cast<UInt<T>>(found.step == 0 ? 0 : found.count - 1);
-    const Vec<UInt<T>> least = found.step < 0 ? first - others : first;
-    const Vec<UInt<T>> most = found.step == 0 ? least : least + (shares ? static_cast<UInt<T>>(W - 1) : others);
-    found.are_inside = !any((least >= size) | (most >= size));
-    __builtin_memcpy(found.index, &first, sizeof first);
+    if (is_other(steps)) return 0;
+    if (of_distances && is_other(bits<T>(load<T>(numbers + W)) - bits<T>(load<T>(numbers + W - 1)))) return 0;
+    const UInt<T> first = here[0], last = first + static_cast<UInt<T>>(step * (of_distances ? 2 * W - 2 : W - 1));
+    if (first >= at.size || last >= at.size) return 0;
+    return at.row != 0 && of_distances ? -step : step;
   }
 
   void look_up(const Step& step, const Terms& terms, int64_t count, T* to) const {
-    const Values<T> z = at(step.from[2]);
+    const Values<T> y = at(step.from[1]), z = at(step.from[2]);
     const auto put = [&](int64_t j, int64_t i, Vec<T> found) __attribute__((always_inline)) {
-      store<T>(to + j * kRowTile + i, load<T>(z.data + j * z.step + (i & z.lanes)) + found);
+      const auto of = [&](const Values<T>& v)
+                          __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
+      store<T>(to + j * kRowTile + i, of(y) * of(z) + found);
     };
     if (Values<T> same = lookups_[step.lookup]; same.data) {
       same.data += first_ * same.step;
@@ -567,72 +610,59 @@ class Evaluation {
     }
     const Lookup at = lookup(step.table, terms, step.from[0]);
     const T* const table = at.table + first_ * at.key;
+    const Indices* const leaf = at.size >= UInt<T>{W} ? at.indices : nullptr;
     const int64_t last = rows_.size() - 1;
+    // Lanes without a row read the last row's numbers.
+    const auto row = [&](int64_t i) { return table + smaller(i, last) * at.row; };
     for (int64_t i = 0; i < lanes_; i += W)
-      for (int64_t j = 0; j < count;) {
-        const Indices found = indices(at, j, i, count, W / 2);
-        const T* const from = table + j * at.key + i * at.row;
-        const auto row = [&](int k) { return from + smaller(k, last - i) * at.row; };  // also of lanes without a row
-        if (!found.are_inside) {
+      for (int64_t j = 0; j < count; j += W) {
+        const int64_t keys = smaller(W, count - j);
+        if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
+          // The numbers of W keys lie together in the table of each row.
+          const int64_t place = leaf->place(first_ + j + (leaf->of_distances ? W - 1 : 0), i);
+          const Vec<UInt<T>> base = first_of(at, place, leaf->of_keys);
+          if (base[0] != kScattered) {
+            UInt<T> from[W];
+            __builtin_memcpy(from, &base, sizeof base);
+            Vec<T> columns[W];
+            for (int k = 0; k < W; ++k) {
+              const T* const numbers = leaf->numbers + place + (leaf->of_keys ? 0 : k);
+              columns[k] = chosen<T>(load<T>(row(i + k) + from[k]), bits<T>(load<T>(numbers)) - from[k]);
+            }
+            transpose<T>(columns);
+            for (int64_t k = 0; k < keys; ++k) put(j + k, i, columns[leaf->of_keys ? k : W - 1 - k]);
+            continue;
+          }
+        }
+        for (int64_t key = j; key < j + keys; ++key) {
+          const T* const from = row(i) + key * at.key;
+          if (leaf && at.key != 0 && !leaf->of_keys) {  // those of W rows, in the table of a key
+            const int64_t place = leaf->place(first_ + key, i);
+            const UInt<T> base = smaller(leaf->least[place], at.size - W);
+            if (leaf->most[place] < at.size && leaf->most[place] - base < W) {
+              put(key, i, chosen<T>(load<T>(from + base), bits<T>(load<T>(leaf->numbers + place)) - base));
+              continue;
+            }
+          }
           Vec<T> numbers{};
           for (int k = 0; k < W; ++k) {
-            if (found.index[k] < at.size)
-              numbers[k] = row(k)[found.index[k]];
+            const UInt<T> index = at.index_at(key, i + k);
+            if (index < at.size)
+              numbers[k] = (row(i + k) + key * at.key)[index];
             else if (i + k <= last)
-              report(rows_.first + i + k, first_key_ + first_ + j, static_cast<Int<T>>(found.index[k]), at.size);
+              report(rows_.first + i + k, first_key_ + first_ + key, static_cast<Int<T>>(index), at.size);
           }
-          put(j, i, numbers);
-        } else if (at.key != 0) {
-          for (int64_t k = 0; k < found.count; ++k)
-            put(j + k, i, numbers_at(from + k * at.key + k * found.step, found));
-        } else if (found.step == 0) {
-          Vec<T> numbers{};
-          if (at.row == 0)
-            numbers = numbers_at(from, found);
-          else
-            for (int k = 0; k < W; ++k) numbers[k] = row(k)[found.index[k]];
-          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, numbers);
-        } else {
-          Vec<T> columns[W];
-          for (int k = 0; k < W; ++k) columns[k] = load<T>(row(k) + found.least(k));
-          transpose<T>(columns);
-          for (int64_t k = 0; k < found.count; ++k) put(j + k, i, columns[found.step > 0 ? k : found.count - 1 - k]);
+          put(key, i, numbers);
         }
-        j += found.count;
       }
   }
-  static ATTN_INLINE Vec<T> numbers_at(const T* table, const Indices& found) {
-    switch (found.along) {
-      case Along::same:
-        return splat<T>(table[found.index[0]]);
-      case Along::ascending:
-        return load<T>(table + found.index[0]);
-      case Along::descending:
-        return reversed<T>(load<T>(table + found.index[W - 1]));
-      case Along::any:
-        break;
-    }
-    Vec<T> numbers{};
-    for (int k = 0; k < W; ++k) numbers[k] = table[found.index[k]];
-    return numbers;
-  }
-  static ATTN_INLINE void add_to(T* table, const Indices& found, Vec<T> x) {
-    T* const first = table + found.index[0];
-    T* const last = table + found.index[W - 1];
-    T sum{};
-    switch (found.along) {
-      case Along::same:
-        for (int k = 0; k < W; ++k) sum += x[k];
-        *first += sum;
-        return;
-      case Along::ascending:
-        return store<T>(first, load<T>(first) + x);
-      case Along::descending:
-        return store<T>(last, load<T>(last) + reversed<T>(x));
-      case Along::any:
-        break;
-    }
-    for (int k = 0; k < W; ++k) table[found.index[k]] += x[k];
+  // Where vectors begin that hold the W numbers from W places on, or from one place, if they lie inside the table.
+  static constexpr UInt<T> kScattered = ~UInt<T>{};
+  static ATTN_INLINE Vec<UInt<T>> first_of(const Lookup& at, int64_t place, bool one) {
+    const auto many = [&](const UInt<T>* x) { return one ? splat<UInt<T>>(x[place]) : load<UInt<T>>(x + place); };
+    const Vec<UInt<T>> least = many(at.indices->least), most = many(at.indices->most);
+    const Vec<UInt<T>> last = splat<UInt<T>>(at.size - W), base = least < last ? least : last;
+    return any((most > last + (W - 1)) | (most - base >= UInt<T>{W})) ? splat<UInt<T>>(kScattered) : base;
   }
 
   // If an index is the same in the whole tile, reads one number for each row, or for each key, once for all strips.
@@ -645,18 +675,9 @@ class Evaluation {
     }
     if (step.from[0] >= 0 || same.data) return;
     const Lookup at = lookup(step.table, terms, step.from[0]);
-    if (!at.runs) return;
+    const UInt<T> index = at.index_at(0, 0);
+    if (!at.indices || !at.indices->are_same || index >= at.size) return;
     const int64_t rows = rows_.size();
-    const bool of_keys = at.index.lanes == 0, of_rows = at.index.step == 0;
-    const int64_t numbers = of_keys   ? keys
-                            : of_rows ? rows
-                                      : rows + keys - 1,
-                  first = of_keys || of_rows ? 0 : kKeyTile - keys;
-    const T* const last = at.index.data + (of_keys || of_rows ? 0 : 1 - keys);  // the number at `first`
-    const auto index = bit_cast<UInt<T>>(*last);
-    const int64_t next = of_keys ? W : 1;
-    if (index >= at.size || (numbers > 1 && (at.runs[first] < numbers - 1 || bit_cast<UInt<T>>(last[next]) != index)))
-      return;
     if (at.key != 0) {
       for (int64_t j = 0; j < keys; ++j) store<T>(to + j * W, splat<T>(at.table[j * at.key + index]));
       same = {to, W, 0};
@@ -690,12 +711,90 @@ class Evaluation {
   const List& list_;
   int64_t entry_, head_;
   Values<T>*leaves_, *lookups_;
-  uint8_t* runs_;  // [leaf][2 * kRowTile]
+  Indices* indices_;  // of leaves
   T* slots_;
   Range rows_;
   int64_t first_key_;
   int64_t lanes_;
   int64_t first_ = 0;
+  T* kept_ = nullptr;
+};
+
+// Prefetches the numbers of tables, or their gradients, that the pairs of a tile have, some of them after each register
+// tile of a product. Tables are large and rows of them lie far apart, so that processors do not read ahead.
+template <class T>
+class TablesAhead {
+ public:
+  // The tables that a list reads, or with `gradients` those that its results are added to; not those that stay in the
+  // cache from tile to tile.
+  TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
+              int64_t begin)
+      : rows_(tile.count), keys_(keys.size()) {
+    for (int i = 0; list && i < (gradients ? list->result_count : list->step_count); ++i) {
+      if (gradients) {
+        const ResultOfList& result = list->results[i];
+        if (result.table >= 0 && gradients[result.table].data)
+          add(p, *list, result.index, result.table, gradients[result.table], begin, tile, keys);
+      } else if (list->steps[i].op == Op::lookup) {
+        const int table = list->steps[i].table;
+        add(p, *list, list->steps[i].from[0], table, p.program->tables[table].numbers, 0, tile, keys);
+      }
+    }
+  }
+  ATTN_INLINE void operator()() {
+    for (int n = 0; n < kAtOnce && next_ < count_ * kRowTile; ++n, ++next_)
+      ask(places_[next_ / kRowTile], next_ % kRowTile);
+  }
+
+ private:
+  static constexpr int kMost = 4, kAtOnce = 12;
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  struct Place {
+    const T* table;
+    int64_t step, owners;              // its owners are rows or keys of the tile
+    const int32_t* index;              // of the first owner and the first of the others
+    int64_t of_owner, of_other, last;  // steps between indices; the last of the others that are looked at
+  };
+
+  void add(const Problem& p, const List& list, int16_t from, int table, const Terms& terms, int64_t begin,
+           const RowTile& tile, Range keys) {
+    const Leaf leaf = from < 0 ? list.leaves[-1 - from].leaf : Leaf::score;
+    const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number;
+    const TableOf of = p.program->tables[table].of;
+    constexpr int64_t kSmall = 1024;  // bytes of an owner
+    if (p.program->tables[table].size * int64_t{sizeof(T)} <= kSmall) return;
+    if (count_ == kMost || of == TableOf::all || !(of_distances || of_keys || leaf == Leaf::row_number)) return;
+    const bool owned_by_rows = of == TableOf::queries;
+    const Terms& t = p.program->terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+    const int64_t n = p.first_entry + tile.n, head = tile.head[0], row = tile.position[0];
+    const int64_t first = of_distances ? row - keys.first + p.program->keys - 1 : of_keys ? keys.first : row;
+    const int64_t of_row = of_keys ? 0 : t.row, of_key = of_distances ? -t.row : of_keys ? t.row : 0;
+    Place& to = places_[count_++];
+    to.table = static_cast<const T*>(terms.data) + begin + n * terms.entry + head * terms.head +
+               (owned_by_rows ? row : keys.first) * terms.row;
+    to.step = terms.row;
+    to.owners = owned_by_rows ? rows_ : keys_;
+    to.index = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head +
+               list.leaves[-1 - from].column * t.col + first * t.row;
+    to.of_owner = owned_by_rows ? of_row : of_key;
+    to.of_other = owned_by_rows ? of_key : of_row;
+    to.last = (owned_by_rows ? keys_ : rows_) - 1;
+    // Where an index is the same in opposite corners, it probably is in the whole tile.
+    if (to.index[to.of_other * to.last] == to.index[to.of_owner * (to.owners - 1)]) to.last = 0;
+  }
+  ATTN_INLINE void ask(const Place& of, int64_t owner) const {
+    if (owner >= of.owners) return;
+    const T* const table = of.table + owner * of.step;
+    const int32_t* const index = of.index + owner * of.of_owner;
+    for (int64_t other = 0; other < of.last; other += kLine)
+      __builtin_prefetch(table + index[other * of.of_other], 0, 2);
+    __builtin_prefetch(table + index[of.last * of.of_other], 0, 2);
+  }
+
+  int64_t rows_, keys_;
+  Place places_[kMost];
+  int count_ = 0;
+  int64_t next_ = 0;
 };
 
 // The room for all lists of a problem, in numbers. It includes more than the lists need, because add_diagonals() reads
@@ -709,53 +808,6 @@ int64_t room_of_program(const Problem& p) {
                                program.tangent_gradient};
   for (const List* list : lists) room += Evaluation<T>::room(list);
   return room;
-}
-
-// These functions sum the numbers of a strip per lane, per key, or per diagonal. All pairs of a diagonal have the same
-// distance. A lane without a row may hold a NaN, because its terms are 0. Such a lane adds nothing to keys and
-// diagonals.
-template <class T>
-void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
-  for (int64_t i = 0; i < lanes; i += kLanes<T>) {
-    Vec<T> sum{};
-    for (int64_t j = 0; j < count; ++j) sum += load<T>(x.data + j * x.step + i);
-    store<T>(sums + i, load<T>(sums + i) + sum);
-  }
-}
-template <class T>
-void add_lanes(const Values<T>& x, int64_t count, int64_t rows, T* sums, int64_t step) {
-  const int64_t whole = rows / kLanes<T> * kLanes<T>;
-  const auto has_row = lane_numbers<T>() < static_cast<Int<T>>(rows - whole);
-  for (int64_t j = 0; j < count; ++j) {
-    Vec<T> sum{};
-    for (int64_t i = 0; i < whole; i += kLanes<T>) sum += load<T>(x.data + j * x.step + i);
-    if (whole < rows) sum += has_row ? load<T>(x.data + j * x.step + whole) : Vec<T>{};
-    for (int i = 0; i < kLanes<T>; ++i) sums[j * step] += sum[i];
-  }
-}
-// Adds number (j, i) of the strip to sums[i - j].
-template <class T>
-void add_diagonals(const Values<T>& x, int64_t count, int64_t rows, T* sums) {
-  constexpr int64_t W = kLanes<T>;
-  const auto numbers = lane_numbers<T>();
-  const int64_t diagonals = rows + count - 1;
-  for (int64_t first = 0; first < diagonals; first += W) {  // `first` is i - j of the first diagonal, plus count - 1
-    Vec<T> sum{};
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t lane = first - (count - 1) + j;
-      if (lane <= -W || lane >= rows) continue;
-      const Vec<T> found = load<T>(x.data + j * x.step + lane);
-      const auto row = numbers + static_cast<Int<T>>(lane);
-      const bool inside = lane >= 0 && lane + W <= rows;
-      sum += inside ? found : ((row >= 0) & (row < static_cast<Int<T>>(rows))) ? found : Vec<T>{};
-    }
-    T* const to = sums + first - (count - 1);
-    if (first + W <= diagonals) {
-      store<T>(to, load<T>(to) + sum);
-    } else {
-      for (int64_t i = 0; i < diagonals - first; ++i) to[i] += sum[i];
-    }
-  }
 }
 
 // The room for look_at_pairs(), in bytes.

@@ -101,8 +101,12 @@ template <class T>
 void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& tile, T* x, T* kept) {
   Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
   each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
-    pairs.run(first, count);
-    pairs.copy(list.results[0].from, count, x + first * kRowTile);
+    T* const at = x + first * kRowTile;
+    const int16_t score = list.results[0].from;
+    const bool is_last = list.step_count > list.uniform_slots && list.steps[list.step_count - 1].to == score &&
+                         score != list.results[1].from;
+    pairs.run(first, count, is_last ? at : nullptr, kept + first * kRowTile);
+    if (!is_last) pairs.copy(score, count, at);
     pairs.copy(list.results[1].from, count, kept + first * kRowTile);
   });
 }
@@ -211,8 +215,12 @@ template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   if (has_score_mod(p)) {
-    if (kept && p.program->keeping) return evaluate_keeping<T>(p, *p.program->keeping, tile, x, kept);
-    if (kept) __builtin_memcpy(kept, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
+    const PairProgram& program = *p.program;
+    if (kept && program.keeping) return evaluate_keeping<T>(p, *program.keeping, tile, x, kept);
+    const List* const derivatives[] = {program.gradient, program.tangent, program.tangent_gradient};
+    bool is_read = false;
+    for (const List* list : derivatives) is_read |= list && list->reads_product;
+    if (kept && is_read) __builtin_memcpy(kept, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
     return evaluate<T>(p, *p.program->score, tile, {.product = x}, x);
   }
   auto score = ScoreFunction<T>::of(p);
@@ -258,11 +266,15 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kep
 // tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: of the tile's keys, or null.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            typename F::Number* kept = nullptr, Between& between = kNothingBetween,
-            const typename F::Number* key_scale = nullptr) {
+            typename F::Number* kept = nullptr, Between& between = kNothingBetween) {
+  TablesAhead<T> tables(p, has_score_mod(p) ? p.program->score : nullptr, *tile.rows, tile.keys, nullptr, 0);
+  const auto ask = [&]() __attribute__((always_inline)) {
+    between();
+    tables();
+  };
   each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
     multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
-                {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, between);
+                {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, ask);
   });
   if (key_scale)
     each_vector(x, tile.keys.size(), tile.lanes(),
