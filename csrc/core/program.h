@@ -66,8 +66,7 @@ enum class Op : uint8_t {
 // What a list reads.
 enum class Leaf : uint8_t {
   number,        // a constant
-  whole_number,  // likewise
-  boolean,       // likewise
+  whole_number,  // likewise, or a boolean: -1 or 0
   scale,         // Problem::scale
   score,         // scale * product; lists contain `scale` and `product` instead of this leaf
   product,       // <q, k> of the pair; in lists of derivatives, the value that `keeping` stored

@@ -43,7 +43,7 @@ class Graph {
   int number(double x) { return leaf('f', {Leaf::number, 0, x}); }
   int whole(double x) { return leaf('i', {Leaf::whole_number, 0, x}); }
   int lookup(Op op, int index, int table) { return put({op, 'f', {index, kNone, kNone}, {Leaf::number, table}}); }
-  int boolean(bool x) { return leaf('b', {Leaf::boolean, 0, x ? 1.0 : 0.0}); }
+  int boolean(bool x) { return leaf('b', {Leaf::whole_number, 0, x ? -1.0 : 0.0}); }
 
   const Value& operator[](int n) const { return values_[n]; }
   int size() const { return static_cast<int>(values_.size()); }

@@ -29,8 +29,6 @@ inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_
   switch (leaf.leaf) {
     case Leaf::whole_number:
       return {static_cast<int64_t>(leaf.number), static_cast<int64_t>(leaf.number)};
-    case Leaf::boolean:
-      return leaf.number != 0 ? Between{-1, -1} : Between{0, 0};
     case Leaf::query:
       return {rows.first, rows.last - 1};
     case Leaf::key:

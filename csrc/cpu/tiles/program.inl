@@ -383,8 +383,6 @@ class Evaluation {
         return everywhere(static_cast<T>(leaf.number));
       case Leaf::whole_number:
         return everywhere(as_lane(static_cast<Int<T>>(leaf.number)));
-      case Leaf::boolean:
-        return everywhere(as_lane(leaf.number != 0 ? -1 : 0));
       case Leaf::scale:
         return everywhere(static_cast<T>(p.scale));
       case Leaf::score:
