@@ -540,6 +540,45 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool, release: str) ->
         close(actual[key] / scale, gradient / scale)
 
 
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_a_backward_after_unpad_is_right_or_an_error(use_reentrant: bool | None) -> None:
+    """What is checkpointed would attend with another attention then."""
+    model = bert().train()
+    inputs = batch()
+    keep = inputs["attention_mask"].bool()
+    weight = model.embeddings.word_embeddings.weight
+
+    def loss() -> Tensor:
+        return model(**inputs, output_hidden_states=True).hidden_states[2][keep].sin().sum()
+
+    (expected,) = torch.autograd.grad(loss(), weight)
+    if use_reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with unpad(model):
+        value = loss()
+    if use_reentrant is None:
+        close(torch.autograd.grad(value, weight)[0], expected)
+        return
+    with pytest.raises(RuntimeError, match="unpad: BertModel: it has ended, but checkpointing"):
+        value.backward()
+
+
+def test_layers_may_get_positions() -> None:
+    """BERT's layers get cache_position in transformers 5.0, without a dimension for the batch."""
+    model, got = bert(), []
+    for layer in model.encoder.layer:
+        give = {"positions": torch.arange(L)}
+        layer.register_forward_pre_hook(
+            lambda m, args, kw, g=give: (args, kw | g), with_kwargs=True
+        )
+        layer.attention.self.register_forward_pre_hook(
+            lambda m, args, kwargs: got.append(kwargs["positions"]), with_kwargs=True
+        )
+    with unpad(model):
+        model(**batch())
+    assert [x.tolist() for x in got] == [[i for n in LENGTHS for i in range(n)]] * LAYERS
+
+
 def test_dropout_draws_for_the_tokens_that_are_computed() -> None:
     model = bert(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5).train()
     inputs = batch()

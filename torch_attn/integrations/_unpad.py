@@ -103,8 +103,10 @@ class _Plan:
         for whole, part in self.packed:
             if whole is value:
                 return part
+        if value.dim() == 1:  # the positions of a sequence (transformers 5.0)
+            return self.pack(name, value[None])[0]
         B, L = self.keep.shape
-        if value.dim() < 2 or value.size(0) not in (1, B) or value.size(1) != L:
+        if value.size(0) not in (1, B) or value.size(1) != L:
             shape = tuple(value.shape)
             raise ValueError(f"unpad: layers get {name} {shape}; it must be ({B} or 1, {L}, ...)")
         index = self.index if value.size(0) == B else self.index % L
@@ -241,11 +243,11 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     is_shared = entries[0] is not layers[0]
     count = number * (len(layers) // len(entries)) if is_shared else 0
     last = layers if is_shared else [layers[min(number, len(layers)) - 1]]
-    before_layer = partial(_before, tuple(inspect.signature(layers[0].forward).parameters))
+    before_layer = partial(_before, known, tuple(inspect.signature(layers[0].forward).parameters))
     undo.append(partial(setattr, known, "is_on", False))
     handles = [
         *(m.register_forward_pre_hook(before_layer, with_kwargs=True) for m in layers),
-        *(m.register_forward_hook(partial(_after, count), with_kwargs=True) for m in last),
+        *(m.register_forward_hook(partial(_after, known, count), with_kwargs=True) for m in last),
     ]
     handles.append(_replace_forward(stack, _run, known))
     return [*(handle.remove for handle in handles), *undo]
@@ -332,13 +334,14 @@ def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _before(names: tuple[str, ...], layer: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs: Any) -> Any:
     if not (plan := kwargs.get(_PLAN)):
         return None
     given = dict(zip(names, args, strict=False)) | kwargs
     states, texts = given.pop(names[0]), plan.texts
     if not plan.is_packed(states):
         states = plan.pack(names[0], states)
+    _guard_backward(known, layer, states)
     if not plan.layers and (reason := _refuse_mask(plan, given.get("attention_mask"))):
         raise ValueError(f"unpad: {type(layer).__name__}: {reason}")
     plan.layers += 1
@@ -366,7 +369,7 @@ def _refuse_mask(plan: _Plan, mask: Any) -> str:
     return "its mask is causal, as a decoder's" if is_causal else ""
 
 
-def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if not (plan := kwargs.get(_PLAN)):
         return None
     plan.calls += 1
@@ -376,7 +379,22 @@ def _after(count: int, layer: nn.Module, args: Any, kwargs: Any, output: Any) ->
     if plan.attended < plan.layers:
         name = type(layer).__name__
         raise RuntimeError(f"unpad: {name}: its attention does not get the layer's arguments")
+    _guard_backward(known, layer, output[0] if isinstance(output, tuple) else output)
     return (plan.pad(output[0]), *output[1:]) if isinstance(output, tuple) else plan.pad(output)
+
+
+def _guard_backward(known: _Stack, layer: nn.Module, states: Tensor) -> None:
+    """Checkpointing computes layers again: other attention would mix sequences in the backward."""
+
+    def check(_: Tensor) -> None:
+        if not (known.is_on and _attends(known)):
+            raise RuntimeError(
+                f"unpad: {known.name}: it has ended, but checkpointing computes layers again"
+            )
+
+    is_again = getattr(layer, "gradient_checkpointing", False) and states.requires_grad
+    if is_again and not torch.compiler.is_compiling():  # a graph has the attention that was traced
+        states.register_hook(check)  # type: ignore[no-untyped-call]
 
 
 def _run_nn(known: _Stack, batch_dim: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
