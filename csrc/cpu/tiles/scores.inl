@@ -266,7 +266,8 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kep
 // tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: of the tile's keys, or null.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
-            typename F::Number* kept = nullptr, Between& between = kNothingBetween) {
+            typename F::Number* kept = nullptr, Between& between = kNothingBetween,
+            const typename F::Number* key_scale = nullptr) {
   TablesAhead<T> tables(p, has_score_mod(p) ? p.program->score : nullptr, *tile.rows, tile.keys, nullptr, 0);
   const auto ask = [&]() __attribute__((always_inline)) {
     between();
