@@ -2,7 +2,10 @@
 
 Packed: GFLOP/s over the pairs that a causal call shows, divided by the rate of a dense call with
 about as many pairs and texts of length 1024. Also the times of a Python loop over the texts, and of
-the built-in over the padded texts, divided by ours. Pages: the rate of decoding from shuffled pages
+the built-in over the padded texts, divided by ours. Short: texts of one length packed beside the
+same texts as a dense batch, 12 heads without causality; `dense_of_add` divides the dense batch's
+time by the time of adding query, key and value into one tensor, which reads and writes the same
+bytes. Pages: the rate of decoding from shuffled pages
 divided by the rate from keys in a row. Invariance: the time with it divided by the time without.
 """
 
@@ -29,6 +32,7 @@ LENGTHS = {
     "one of 4096, 31 of 64": [4096, *[64] * 31],
     "512 of 16": [16] * 512,
 }
+SHORT = ((512, 16), (256, 32), (64, 128))  # texts, tokens of each
 GROUPS = ((8, 8, 64), (32, 8, 128))  # heads, key heads, head_dim
 PAGES = (16, 64, 128)
 
@@ -81,6 +85,30 @@ def packed(
         "loop": loop_time,
         "builtin_padded": padded_time,
         "spread": max(t.spread for t in (ours, whole, *others)),
+    }
+
+
+def short(texts: int, length: int, dtype: torch.dtype, seconds: float) -> dict[str, Any]:
+    query, key, value = torch.randn(3, texts * length, 12, HEAD_DIM).to(dtype).unbind()
+    starts, added = torch.arange(texts + 1) * length, torch.empty_like(query)
+    batch = [t.unflatten(0, (texts, length)).transpose(1, 2) for t in (query, key, value)]
+
+    def add() -> Tensor:
+        return torch.add(torch.add(query, key, out=added), value, out=added)
+
+    def dense() -> Tensor:
+        return torch_attn.sdpa(*batch)
+
+    def call() -> Any:
+        return torch_attn.varlen_attn(query, key, value, starts, starts, length, length)
+
+    timings = alternate([add, dense, call], seconds)
+    of_add, of_dense, ours = (t.median * 1e3 for t in timings)
+    return {
+        "ms": ours,
+        "packed_of_dense": ours / of_dense,
+        "dense_of_add": of_dense / of_add,
+        "spread": max(t.spread for t in timings),
     }
 
 
@@ -140,7 +168,7 @@ def main() -> None:
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
     torch.manual_seed(0)
-    of_packed, of_pages = [], []
+    of_packed, of_short, of_pages = [], [], []
     for dtype in track(arguments.dtype, description="dtypes", console=console):
         given = (DTYPES[dtype], arguments.seconds)
         for name, lengths in LENGTHS.items():
@@ -148,13 +176,18 @@ def main() -> None:
                 label = {"texts": name, "pass": "training" if training else "forward"}
                 found = packed(lengths, *given, training)
                 of_packed.append({**label, "dtype": dtype, **found})
+        for sizes in SHORT:
+            label = {"texts": "{} of {}".format(*sizes), "dtype": dtype}
+            of_short.append(label | short(*sizes, *given))
         for group in GROUPS:
             label = "{}:{} D{}".format(*group)
             of_pages.append({"heads": label, "dtype": dtype, **decoding(*group, *given)})
     console.print(table_of("Packed, causal, 8 heads, D 64", of_packed))
+    console.print(table_of("Short, 12 heads, D 64", of_short))
     console.print(table_of("Decoding 16 texts of 2048 keys", of_pages))
     if arguments.json:
-        write({"machine": about_it, "packed": of_packed, "pages": of_pages}, arguments.json)
+        tables = {"packed": of_packed, "short": of_short, "pages": of_pages}
+        write({"machine": about_it, **tables}, arguments.json)
         console.print(f"written: {arguments.json}")
 
 

