@@ -218,8 +218,8 @@ def test_any_calls(device: str) -> None:
 
 
 class ForgetsToCopy(PagedCache):
-    def _write(self, key: Tensor, value: Tensor, layer: int, _: Any, slots: list[int]) -> None:
-        super()._write(key, value, layer, {}, slots)
+    def _write(self, new: list[Tensor], layer: int, _: Any, slots: list[int]) -> None:
+        super()._write(new, layer, {}, slots)
 
 
 class WritesIntoSharedPages(PagedCache):
