@@ -49,7 +49,7 @@ MUTATIONS = {
     ),
     "the mask of the next tile is copied over one that is read": (
         "cuda/mma/forward.cuh",
-        "    «__syncwarp();»  // the last one has been read\n",
+        "    «__syncwarp();»  // the previous mask has been read\n",
         ";",
     ),
     "merge: the sums of other warps are read before they are there": (
@@ -84,12 +84,12 @@ MUTATIONS = {
     ),
     "K is read before all threads have copied": (
         "cuda/mma/forward.cuh",
-        "      «__syncthreads();»  // the keys are there, and the last values have been read\n",
+        "      «__syncthreads();»  // the keys are copied, and the previous values",
         ";",
     ),
     "V is read before all threads have copied": (
         "cuda/mma/forward.cuh",
-        "      «__syncthreads();»  // the values are there, and the keys have been read\n",
+        "      «__syncthreads();»  // the values are copied, and the keys have been read\n",
         ";",
     ),
     "pages are looked up that the table does not have": (
@@ -156,10 +156,16 @@ MUTATIONS = {
 # Without these barriers the stand-in computes the same, because its shuffles wait for all lanes. A
 # search for races finds that one is missing.
 BARRIERS = {
-    ("cuda/mma/forward.cuh", "    «__syncwarp();»  // the maxima are there\n"): "check_forward",
-    ("cuda/mma/forward.cuh", "    «__syncwarp();»  // all of a row have read"): "check_forward",
-    ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all of the row"): "check_forward",
-    ("cuda/simt/tangent.cuh", "      «__syncwarp();»  // all of the row"): "check_derivatives",
+    ("cuda/mma/forward.cuh", "    «__syncwarp();»  // the maxima are written\n"): "check_forward",
+    (
+        "cuda/mma/forward.cuh",
+        "    «__syncwarp();»  // all lanes of a row have read",
+    ): "check_forward",
+    ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all threads of the row"): "check_forward",
+    (
+        "cuda/simt/tangent.cuh",
+        "      «__syncwarp();»  // all threads of the row",
+    ): "check_derivatives",
     ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
 }
 

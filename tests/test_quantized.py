@@ -351,7 +351,9 @@ def test_paged_cache(eight: torch.dtype) -> None:
     cache = torch_attn.PagedCache(6, page_size=4, key_heads=2, head_dim=16, dtype=eight)
     first = cache.add()
     key, value = torch.randn(2, 14, 2, 16).bfloat16()
-    cache.append([first], key[:10], value[:10], torch.tensor([0, 10]))
+    beyond = torch.full((3, 2, 16), NAN).bfloat16()  # belongs to no sequence
+    x = (torch.cat([x[:10], beyond]) for x in (key, value))
+    cache.append([first], *x, torch.tensor([0, 10]))
     second = cache.fork(first)
     cu_seq = torch.tensor([0, 1, 4])
     cache.append([first, second], key[10:], value[10:], cu_seq)

@@ -52,7 +52,7 @@ class PagedCache:
         pages: the number of pages, for all sequences together.
         page_size: the number of keys of a sequence that one page stores.
         key_heads, head_dim: Hk and E, the number of key heads and the size of a key.
-        value_heads, value_dim: Hv and Ev, the same for values; None takes the number of the keys.
+        value_heads, value_dim: Hv and Ev, the same for values; None takes Hk or E.
         layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default. With int8 or
             float8_e4m3fn, the cache rounds what is appended (:func:`torch_attn.quantize_kv`), and
@@ -210,7 +210,7 @@ class PagedCache:
                 f"at most {tokens}, the T of key"
             )
 
-        new = [key.detach(), value.detach()]
+        new = [x.detach()[: starts[-1]] for x in (key, value)]
         if self.key.dtype in MOST:
             new = [part for x in new for part in quantize_kv(x, self.key.dtype)]
         # Plans the new tables first, and changes the cache only when no error is possible any more.
@@ -388,7 +388,6 @@ class PagedCache:
             to, source = self._copied("pages", pages, torch.int64)
         rows = self._copied("rows", slots, torch.int64)
         for pool, numbers in zip(self._pools, new, strict=True):
-            numbers = numbers[: len(slots)]
             if numbers.untyped_storage().data_ptr() == pool.untyped_storage().data_ptr():
                 numbers = numbers.clone()  # because the cache writes into this part of the pool
             if copies:

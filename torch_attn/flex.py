@@ -37,10 +37,10 @@ def flex_attention(
 
     It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
     that function on a CPU, where it lacks the derivatives of query, key and value. Nothing is
-    compiled. Each call runs `score_mod` and the mask_mod once. The kernels evaluate those parts of
-    both functions that depend on query and key at once, inside their tiles. The score of a pair is
-    ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does not see a
-    key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    compiled. Each call runs `score_mod` and the mask_mod once. Some parts of these functions depend
+    on both the query and the key. The kernels evaluate such parts inside their tiles. The score of
+    a pair is ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does
+    not see a key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.

@@ -182,7 +182,7 @@ def sdpa(
 def _calling(
     operator: Any, name: str, like: Callable[_P, Any]
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Makes a decorator, which makes a function that calls an operator of three results.
+    """Makes a decorator. The decorated function calls an operator of three results.
 
     The new function has the arguments of `like`. The decorated function only gives its name and
     documentation to the new function.

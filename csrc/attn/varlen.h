@@ -55,7 +55,7 @@ struct VarlenOptions {
 //   max_q     the number of queries of the longest sequence, or more; max_k likewise for keys. Neither changes results.
 //
 // Returns [T_q, Hq, Ev] in query's type. A query that sees no key has an output of 0. Without dropout, the output and
-// gradients of a sequence have the same bits as those of sdpa of this sequence alone with query_offset = S - L. On a
+// gradients of a sequence have the same bits as from sdpa of this sequence alone with query_offset = S - L. On a
 // GPU the bits are the same only while an Invariance (sdpa.h) lives.
 // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed. On a GPU
 // the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because checking them would

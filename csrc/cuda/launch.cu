@@ -66,7 +66,8 @@ __global__ void write_sequences(const __grid_constant__ PackedSequences s) {
   if (i < s.batch) s.write(i);
 }
 
-// Launches the kernels with tensor cores, then the kernels without them for the gradients that sums_simt() names.
+// Launches the kernels with tensor cores. Then launches the kernels without tensor cores, for the gradients that
+// sums_simt() names.
 Error run_backward_mma(const BackwardParams& p, Stream stream) {
   const auto run = [&]<class S, int kDim>() -> Error {
     if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))

@@ -135,11 +135,11 @@ TORCH_LIBRARY(attn, m) {
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Calls are spread over several processes while the sum of all changes is positive. Returns the sum. Operators other
-  // than sdpa and attention then raise an error.
+  // Adds `change` to a sum, and returns the sum. While it is positive, calls are spread over several processes, and
+  // operators other than sdpa and attention raise an error.
   m.def("_over_processes(int change) -> int");
 
-  // attn::invariant() holds while the sum of all changes is positive. Returns the sum.
+  // The same for attn::invariant(), which holds while its sum is positive.
   m.def("_invariant(int change) -> int");
 
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive. Returns the sum.

@@ -40,8 +40,8 @@ class Batch {
   bool is_mapped(const Tensor& t) const { return at::functorch::isBatchedAtLevel(t, layer_.layerId()); }
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
-  // Unwraps t. A mapped t gets the mapped dimension first, then dimensions of size 1 up to the rank rank() - less, then
-  // t's own dimensions.
+  // Unwraps t. If t is mapped, the mapped dimension comes first, then dimensions of size 1, then t's own dimensions.
+  // The result then has rank() - less dimensions.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
@@ -114,8 +114,8 @@ class Batch {
   }
 
  private:
-  // Returns how many of the dimensions head, L and E a tensor lacks. The tensor is of this kind, or is number i of a
-  // struct.
+  // Returns how many of the dimensions head, L and E a tensor lacks: a tensor of this kind or, in the second function,
+  // tensor number i of a struct T.
   static constexpr int64_t less_of(Kind kind) {
     return kind == Kind::scales ? 1 : kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0;
   }

@@ -94,6 +94,8 @@ std::map<std::string, c10::IValue> members(const attn::Options& options) {
       {"key_lengths", absent(o.key_lengths)},
       {"alibi_slopes", absent(o.alibi_slopes)},
       {"sinks", absent(o.sinks)},
+      {"key_scale", absent(o.key_scale)},
+      {"value_scale", absent(o.value_scale)},
   };
 }
 
@@ -106,9 +108,9 @@ TEST_F(Sdpa, DefaultsAreTheOperators) {
       EXPECT_EQ(*arguments[i].default_value(), options.at(arguments[i].name())) << op << ": " << arguments[i].name();
   };
   compare("attn::sdpa_with_weights", 3, members(attn::Options()));
-  auto without_dropout = members(attn::Options());
-  without_dropout.erase("dropout_p");
-  compare("attn::sdpa_stats", 2, without_dropout);
+  auto of_statistics = members(attn::Options());
+  for (const char* refused : {"dropout_p", "key_scale", "value_scale"}) of_statistics.erase(refused);
+  compare("attn::sdpa_stats", 2, of_statistics);
   expect_same_bits(attn::sdpa(query, query, query), attn::sdpa(query, query, query, std::nullopt));
 }
 

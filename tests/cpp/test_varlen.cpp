@@ -54,6 +54,8 @@ TEST_F(Varlen, DefaultsAreTheOperators) {
       {"query_offset", absent(o.query_offset)},
       {"dropout_p", o.dropout_p},
       {"attn_mask", absent(o.attn_mask)},
+      {"key_scale", absent(o.key_scale)},
+      {"value_scale", absent(o.value_scale)},
   };
   const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow("attn::varlen_attention", "").schema();
   ASSERT_EQ(schema.arguments().size(), 7 + members.size());

@@ -51,9 +51,11 @@ def fuzz(
     device: str, seed: int, problems: int, seconds: float, processes: int, console: Console
 ) -> Report:
     """All processes of one device, to their end; "functions": functions of the pair, on the CPU."""
-    from . import functions
+    target = work
+    if device == "functions":  # only then, because it loads the library in this process
+        from . import functions
 
-    target = functions.work if device == "functions" else work
+        target = functions.work
     built = str(build_stand_in(device)) if device in STAND_INS else None
     # Read when a process loads the library.
     os.environ.update(OMP_WAIT_POLICY="passive", ATTN_STAND_IN_SEED=str(seed))

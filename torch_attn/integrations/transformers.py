@@ -536,8 +536,8 @@ def _pattern(
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
     """Makes the pattern: a window or causality from the offset on, and padding if there is any."""
-    # The subtraction copies a tensor, because a static cache changes its `q_offset` before layers
-    # attend.
+    # If q_offset is a tensor, this makes a new one, because a static cache changes its own before
+    # layers attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:

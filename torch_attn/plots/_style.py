@@ -109,7 +109,10 @@ def colors(count: int) -> list[str]:
 def axes_of(
     function: str, ax: Axes | None, height: float, width: float = WIDTH
 ) -> tuple[Figure, Any, Axes | None]:
-    """The figure, the axes to draw on, and the caller's `ax`; sizes are in inches."""
+    """Returns the figure, the axes to draw on, and `ax` as the caller gave it.
+
+    `height` and `width` are in inches.
+    """
     if ax is not None:
         if not isinstance(ax, Axes):
             raise TypeError(

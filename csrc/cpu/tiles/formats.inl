@@ -45,9 +45,8 @@ concept Format =
       { F::in_place(block, n, n) } -> std::same_as<bool>;
       { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
       // (block, rows, cols, tile, ld): along_columns() makes slots along the columns. The other three make slots along
-      // the rows. Products read the result of along_rows() transposed, and the result of vectors_along_rows() in whole
-      // vectors. finite_along_rows() does what along_rows() does, but always packs, with 0 in place of infinities and
-      // NaNs.
+      // the rows. A product reads rows of vectors_along_rows() in whole vectors, and columns of along_rows().
+      // finite_along_rows() does what along_rows() does, but always packs, with 0 in place of infinities and NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
@@ -64,9 +63,9 @@ concept Format =
       F::store_along_keys(tile, n, weights);
       // (tile, keys, lanes): writes zeros behind the last key, up to a whole step of a product.
       F::end_along_keys(tile, n, n);
-      // (x, keys, lanes, tile): convert the tile x[key][lane], in x itself or to `tile`. along_keys() makes slots along
-      // the keys. along_lanes() makes slots along the lanes, [key][slot]. A lane without a row becomes 0 if its slot
-      // has another lane with a row.
+      // Both take (x, keys, lanes, tile), and convert the tile x[key][lane], in x itself or to `tile`. along_keys()
+      // makes slots of neighbouring keys. along_lanes() makes slots of neighbouring lanes, [key][slot]. A lane without
+      // a row becomes 0 if its slot has another lane with a row.
       { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
       { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
 

@@ -634,7 +634,7 @@ class Evaluation {
         }
         for (int64_t key = j; key < j + keys; ++key) {
           const T* const from = row(i) + key * at.key;
-          if (leaf && at.key != 0 && !leaf->of_keys) {  // those of W rows, in the table of a key
+          if (leaf && at.key != 0 && !leaf->of_keys) {  // W rows read the table of one key
             const int64_t place = leaf->place(first_ + key, i);
             const UInt<T> base = smaller(leaf->least[place], at.size - W);
             if (leaf->most[place] < at.size && leaf->most[place] - base < W) {
@@ -663,7 +663,8 @@ class Evaluation {
     return any((most > last + (W - 1)) | (most - base >= UInt<T>{W})) ? splat<UInt<T>>(kScattered) : base;
   }
 
-  // If an index is the same in the whole tile, reads one number for each row, or for each key, once for all strips.
+  // If all pairs of the tile have the same index, reads the table once for all strips: one number, or one for each row
+  // or each key that has a table of its own.
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};

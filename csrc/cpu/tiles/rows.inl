@@ -34,8 +34,8 @@ struct RowTile {
     }
   }
 
-  // Calls f(head, position, lane, rows) for every run of rows of one head. `position` and `lane` are those of the first
-  // row.
+  // Calls f(head, position, lane, rows) for every run of rows of one head. `position` and `lane` belong to the run's
+  // first row.
   template <class F>
   ATTN_INLINE void each_head(F f) const {
     for (int64_t lane = 0; lane < count;) {

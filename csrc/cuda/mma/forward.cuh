@@ -16,7 +16,8 @@ namespace attn::cuda {
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
   // 0 means no limit of registers. On an H100 three blocks per multiprocessor are faster than two, and for few rows
-  // with head_dim 128 four blocks are faster than three, though each thread then has up to four addresses in memory.
+  // with head_dim 128 four blocks are faster than three, though each thread then keeps up to four addresses outside of
+  // registers.
   static constexpr int blocks_at_a_time() {
     if (kGeneral) return 0;
     if (kDim == 128 && kTiles == 1) return 4;

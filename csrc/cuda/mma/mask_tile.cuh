@@ -138,7 +138,7 @@ struct MaskTile {
       for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Rows 8 n + 2 place and 8 n + 2 place + 1 share the 128 bytes with index 4 n + place. If n is odd, their
+          // With i = 8 n + 2 `place`, rows i and i + 1 share the 128 bytes with index 4 n + `place`. If n is odd, their
           // permutation swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
           mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;

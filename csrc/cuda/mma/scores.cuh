@@ -30,7 +30,7 @@ constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> 
 __device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.alibi_slopes; }
 
 // The scores of a warp: 16 rows by 8 kFragments keys. With kOwnsKeys they are 16 keys by 8 kFragments rows. The 16 rows
-// or keys are those of the block's tile from number `own` on. S: the type of query and key, and of a mask that is not
+// or keys begin at number `own` of the block's tile. S: the type of query and key, and of a mask that is not
 // boolean.
 template <class S, int kFragments, bool kOwnsKeys>
 struct ScoresMma {
@@ -158,8 +158,8 @@ struct ScoresMma {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
-      // Four lanes with the same place and neighbouring groups hold the keys of one counter. Each lane computes the
-      // counter of one of its elements, and shuffles give each of the four lanes the bits of all four counters.
+      // One counter of dropout has the random numbers of four keys. Four lanes hold these keys: lanes of neighbouring
+      // groups, with the same place. Each lane computes one counter, and shuffles give its bits to the other three.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
 #pragma unroll kAtOnce

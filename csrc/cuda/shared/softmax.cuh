@@ -107,7 +107,7 @@ struct Dropout {
     return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
   }
 
-  // Returns bits: bit w says whether key 4 * quad + w is kept. The random numbers are those of Philox4x32-10 (Salmon et
+  // Returns bits: bit w says whether key 4 * quad + w is kept. The random numbers come from Philox4x32-10 (Salmon et
   // al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of Philox's ten rounds are unrolled
   // at once. More rounds take more registers.
   template <int kUnrolled = 10>

@@ -1,6 +1,6 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
 // refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and their names are those of cpu/kernels/backward.inl. Every block computes the scores that it needs again. It
+// and their names are as in cpu/kernels/backward.inl. Every block computes the scores that it needs again. It
 // computes weights from these scores and the saved logsumexp. A block owns a part of one gradient and sums it in a
 // fixed order, so that equal calls give equal bits:
 //

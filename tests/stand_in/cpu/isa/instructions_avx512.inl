@@ -48,6 +48,8 @@ ATTN_INLINE Shorts<float> float_to_half(Vec<float> f) {
   return by_halves<Shorts<float>>(convert, f);
 }
 ATTN_INLINE Vec<uint32_t> widened(Shorts<float> s) { return __builtin_convertvector(s, Vec<uint32_t>); }
+ATTN_INLINE Vec<int32_t> widened(SignedBytes<float> b) { return __builtin_convertvector(b, Vec<int32_t>); }
+ATTN_INLINE Shorts<float> widened(Bytes<float> b) { return __builtin_convertvector(b, Shorts<float>); }
 
 ATTN_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   uint64_t bits = 0;
