@@ -273,9 +273,7 @@ def _turn_on_nn(stack: nn.TransformerEncoder, known: _Stack) -> list[Any]:
 
 def _attends(stack: _Stack) -> bool:
     # Any other attention would let sequences attend to each other.
-    ours = (integration.attention_forward, integration._inspected)
-    names = (config._attn_implementation for config in stack.configs)
-    return all(integration._interfaces()[0]().get(name) in ours for name in names)
+    return all(integration.is_ours(config._attn_implementation) for config in stack.configs)
 
 
 # Counting tokens breaks the graph of a compiled model, which has no other break.

@@ -36,9 +36,10 @@ from torch_attn._import import import_of, install
 from torch_attn.distributed import _context as context
 
 if TYPE_CHECKING:
+    from torch_attn.integrations._cache import EightBitCache
     from torch_attn.integrations._unpad import Unpadded
 
-__all__ = ["attention_forward", "calls", "register", "unpad", "unregister"]
+__all__ = ["attention_forward", "calls", "eight_bit_cache", "register", "unpad", "unregister"]
 
 # The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
@@ -124,6 +125,41 @@ def unregister(name: str) -> None:
             interface.register(name, function)
 
 
+def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCache:
+    """Makes a cache for `model.generate` whose keys and values have 8 bits.
+
+    Each new token's keys and values are rounded once, with a scale for each token and head
+    (:func:`torch_attn.quantize_kv`). Attention reads the 8 bits, so a token moves about half the
+    bytes of a bfloat16 cache. Beam search, assisted generation, `crop` and left padding work.
+
+    Args:
+        model: a decoder of transformers that uses our attention (:func:`register`). Each of its
+            layers keeps all keys, and its attention passes its keyword arguments to
+            `cache.update`, as most decoders do from transformers 5.24 on.
+        dtype: :attr:`torch.int8` or :attr:`torch.float8_e4m3fn`.
+
+    Returns:
+        A :class:`transformers.Cache`, for the argument `past_key_values` (`cache` from transformers
+        5.24 on) of one call of `model.generate`, or of the model.
+
+    Raises:
+        ValueError: the dtype is another dtype; or a layer of the model needs a cache of another
+            kind, such as a sliding window. The first call of a model raises it if the model uses
+            another attention or does not pass its keyword arguments on.
+
+    Example:
+        ::
+
+            name = torch_attn.integrations.transformers.register()
+            model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=name)
+            cache = torch_attn.integrations.transformers.eight_bit_cache(model)
+            model.generate(**inputs, past_key_values=cache)
+    """
+    with import_of("transformers"):
+        from torch_attn.integrations._cache import EightBitCache
+    return EightBitCache(model, dtype)
+
+
 def unpad(model: nn.Module) -> Unpadded:
     """Lets an encoder compute only the tokens that its mask of padding keeps, in all its layers.
 
@@ -189,6 +225,11 @@ def _interfaces() -> tuple[Any, Any]:
 _count = counter("transformers")
 
 
+def is_ours(name: str) -> bool:
+    """Whether the implementation of attention with that name is ours."""
+    return _interfaces()[0]().get(name) in (attention_forward, _inspected)
+
+
 def calls() -> int:
     """``torch_attn.calls()["transformers"]``, a number that grows when a model uses `attn`.
 
@@ -213,6 +254,8 @@ def attention_forward(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     cache: Any = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls.
@@ -241,6 +284,8 @@ def attention_forward(
             sequences without a mask. A mask contains the window. Without packed sequences and
             without a mask, the window must reach all keys.
         cache: the cache of continuous batching, to which key and value are appended.
+        key_scale, value_scale: `[B, H / num_key_value_groups, S]`, of keys and values of 8 bits
+            (:func:`eight_bit_cache`).
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
             packed sequences begin, and all else that models pass, such as `position_ids`.
 
@@ -301,6 +346,7 @@ def attention_forward(
         # Models store s_aux in the dtype of their weights, which may not be query's dtype.
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
+    options["key_scale"], options["value_scale"] = key_scale, value_scale
 
     if texts is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
@@ -356,7 +402,7 @@ def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator
     try:
         for part in models:  # outermost first, because a model may switch the models inside it
             now = part.config._attn_implementation
-            if now != "sdpa" and _interfaces()[0]().get(now) not in (attention_forward, _inspected):
+            if now != "sdpa" and not is_ours(now):
                 _register(name, _inspected)
                 part.set_attn_implementation(name)
         yield

@@ -1,0 +1,127 @@
+"""Caches of 8 bits for models of transformers: what `eight_bit_cache` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from torch_attn._quantize import MOST, quantize_kv
+from torch_attn.integrations import transformers as integration
+
+__all__ = ["EightBitCache"]
+
+
+class EightBitCache(Cache):
+    """What :func:`~torch_attn.integrations.transformers.eight_bit_cache` returns."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        if dtype not in MOST:
+            raise _error(f"dtype is {dtype}; it must be {' or '.join(map(str, MOST))}")
+        if not isinstance(model, PreTrainedModel):
+            raise _error(f"model is {type(model).__name__}; it must be a model of transformers")
+        if model.config.is_encoder_decoder:
+            raise _error(f"{type(model).__name__} has cross-attention, which needs two caches")
+        config = model.config.get_text_config(decoder=True)
+        own = DynamicCache(config=config).layers
+        unfit = {type(layer).__name__ for layer in own if type(layer) is not DynamicLayer}
+        if unfit:
+            raise _error(
+                f"{type(model).__name__} needs layers of {', '.join(sorted(unfit))}; every layer "
+                "must keep all its keys"
+            )
+        self.dtype = dtype
+        super().__init__(layers=[_Layer(config, dtype) for _ in range(config.num_hidden_layers)])
+
+    def __repr__(self) -> str:
+        return f"EightBitCache({len(self)} layers, {self.get_seq_length()} tokens, {self.dtype})"
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """The keys and values of one layer.
+
+    A decoder of transformers hands the keyword arguments of its call of attention to the cache. The
+    layer adds the scales to these arguments, so they reach `attention_forward`.
+    """
+
+    supports_early_init = False
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._config, self._dtype = config, dtype
+        # Keys, their scales, values, and their scales, with room for tokens to come.
+        self._buffers: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        call = kwargs.get("kwargs")
+        if call is None:
+            raise _error(
+                "this model does not pass its keyword arguments to cache.update, as most decoders "
+                "of transformers 5.24 do; so the scales would not reach attention"
+            )
+        name = self._config._attn_implementation
+        if not integration.is_ours(name):
+            raise _error(
+                f"the model's attn_implementation is {name!r}, which would compute with numbers of "
+                "8 bits as if they had no scales; load the model with attn_implementation="
+                "torch_attn.integrations.transformers.register()"
+            )
+        new = [part for x in (key_states, value_states) for part in quantize_kv(x, self._dtype)]
+        length = self.get_seq_length()
+        end = length + key_states.size(2)
+        if not self._buffers:
+            self._buffers = [_empty(x, 0) for x in new]
+        for x, buffer in zip(new, self._buffers, strict=True):
+            if x.shape[:2] != buffer.shape[:2] or x.shape[3:] != buffer.shape[3:]:
+                raise _error(
+                    f"new keys or values have shape {[*x.shape]}; "
+                    f"the cache has {[*buffer[:, :, :length].shape]}"
+                )
+        if self._buffers[0].size(2) < end:
+            room = end // 2 + 64  # with it, only few steps copy the cache
+            self._change(lambda x: torch.cat([x[:, :, :length], _empty(x, end - length + room)], 2))
+        for x, buffer in zip(new, self._buffers, strict=True):
+            buffer[:, :, length:end] = x
+        call["key_scale"], call["value_scale"] = (x[:, :, :end] for x in self._buffers[1::2])
+        return self._show(end)
+
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        keys, values = (x[:, :, :length] for x in self._buffers[::2])
+        self.keys, self.values, self.is_initialized = keys, values, True
+        return keys, values
+
+    def _change(self, f: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each buffer by f of it."""
+        length = self.get_seq_length()
+        self._buffers = [f(x) for x in self._buffers]
+        if self._buffers:
+            self._show(length)
+
+    def reset(self) -> None:
+        super().reset()
+        self._buffers = []
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices])
+
+
+def _empty(like: Tensor, length: int) -> Tensor:
+    return like.new_empty(*like.shape[:2], length, *like.shape[3:])
+
+
+def _error(message: str) -> ValueError:
+    return ValueError(f"eight_bit_cache: {message}")
