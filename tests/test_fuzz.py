@@ -43,9 +43,10 @@ import torch, torch_attn
 right = torch_attn.sdpa_with_logsumexp
 def wrong(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, softcap=0.0,
           window_size=(-1, -1), query_offset=None, key_lengths=None, alibi_slopes=None, sinks=None,
-          **options):
+          key_scale=None, value_scale=None, **options):
     def called(**changes):
         x = {"alibi_slopes": alibi_slopes, "sinks": sinks, "softcap": softcap,
+             "key_scale": key_scale, "value_scale": value_scale,
              "window_size": window_size, "query_offset": query_offset, "key_lengths": key_lengths}
         x = {**options, **x, **changes}
         return right(query, key, value, attn_mask, dropout_p, is_causal, **x)
@@ -143,6 +144,12 @@ WRONG_OPTIONS = {
     if alibi_slopes is not None:
         alibi_slopes = 2 * alibi_slopes.detach() - alibi_slopes
     return called()
+""",
+    "one scale for all keys": """
+    return called(key_scale=None if key_scale is None else key_scale.mean().expand_as(key_scale))
+""",
+    "the scale of another value": """
+    return called(value_scale=None if value_scale is None else value_scale.flip(-1))
 """,
     "gradient of a sink": """
     return called(sinks=None if sinks is None else sinks.detach() + 0 * sinks)

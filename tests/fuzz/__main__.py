@@ -20,7 +20,7 @@ from tests._variants import STAND_INS, build_stand_in
 
 from . import packed
 from .drawing import draw
-from .problem import DTYPES, OF_BUILTIN, OPTIONS
+from .problem import DTYPES, OF_BUILTIN, OPTIONS, SCALES
 from .worker import SAMPLE, Report, described, work
 
 SHARES = {"cpu": 0.65, "functions": 0.1, "cuda": 0.15, "amx": 0.1, "gpu": 1.0}  # of the time
@@ -159,7 +159,7 @@ def show(total: dict[str, Report], console: Console) -> None:
 
 def show_options(device: str, report: Report, console: Console) -> None:
     """How many problems had each option (in the diagonal) and each pair of them."""
-    names = [n for n in (*OF_BUILTIN, *OPTIONS) if report.options[n, n]]
+    names = [n for n in (*OF_BUILTIN, *OPTIONS, *SCALES) if report.options[n, n]]
     table = Table(title=f"{device}: problems with an option, and with a pair of them", padding=0)
     for column in ("", *names):
         table.add_column(column, justify="right" if column else "left")

@@ -297,6 +297,12 @@ def without_options(problem: Problem) -> Iterator[Problem]:
         wanted = tuple(n for n in problem.wanted if n != name)
         if (name in problem.dims or name in problem.integers) and problem.wanted != (name,):
             yield dataclasses.replace(problem, **rest, vmap=vmap, wanted=wanted)
+    for name in ("key", "value"):
+        if (scale := f"{name}_scale") in problem.dims:
+            dims = {n: d for n, d in problem.dims.items() if n != scale}
+            vmap = problem.vmap and {n: d for n, d in problem.vmap.items() if n != scale}
+            values = {**problem.values, name: "normal"}
+            yield dataclasses.replace(problem, dims=dims, values=values, vmap=vmap)
     if problem.softcap:
         yield dataclasses.replace(problem, softcap=0.0)
     if problem.window != (-1, -1):

@@ -9,7 +9,20 @@ import dataclasses
 import random
 from typing import Any
 
-from .problem import INPUTS, INTEGERS, LACKS, OPTIONS, SINKS, SLOPES, VALUES, Integers, Problem
+from .problem import (
+    EIGHT,
+    INPUTS,
+    INTEGERS,
+    LACKS,
+    OF_SCALES,
+    OPTIONS,
+    SCALES,
+    SINKS,
+    SLOPES,
+    VALUES,
+    Integers,
+    Problem,
+)
 
 PLAIN = 0.4  # the share of problems without any
 HOW_MANY = {1: 5, 2: 5, 3: 4, 4: 2, 5: 1, 6: 1, 7: 3}
@@ -44,6 +57,7 @@ def with_options(rng: random.Random, problem: Problem) -> Problem:
             problem = with_numbers_of_heads(rng, name, problem)
     if "logsumexp" in chosen:
         problem = with_rows(rng, problem)
+    problem = with_8_bits(rng, problem)
     return problem if problem.vmap is None else with_mapped(rng, problem)
 
 
@@ -160,16 +174,35 @@ def with_rows(rng: random.Random, problem: Problem) -> Problem:
     return dataclasses.replace(problem, rows=True, graded=graded, values=values)
 
 
+def with_8_bits(rng: random.Random, problem: Problem) -> Problem:
+    """Keys, values or both of 8 bits in some problems, which may have no derivatives."""
+    unfit = problem.mode != "forward" or problem.nan or problem.hidden or problem.weights
+    chosen = [n for n in ("key", "value") if rng.random() < 0.7]
+    if unfit or not chosen or problem.dtype == "float64" or rng.random() < 0.7:
+        return problem
+    dims, values, layouts = dict(problem.dims), dict(problem.values), dict(problem.layouts)
+    for name in chosen:
+        values[name] = rng.choice([*EIGHT])
+        scale = f"{name}_scale"
+        dims[scale] = broadcast(rng, dims[name][:-1])
+        values[scale] = rng.choice([*OF_SCALES, "normal"])
+        if rng.random() < 0.3:
+            layouts[scale] = rng.randrange(2**31)
+    dtypes = {**problem.dtypes, **{n: "float32" for n in SCALES if n in dims}}
+    return dataclasses.replace(problem, dims=dims, values=values, layouts=layouts, dtypes=dtypes)
+
+
 def with_mapped(rng: random.Random, problem: Problem) -> Problem:
     """The options that have the dimension that is mapped over, of any size but 1, are, too."""
     in_dims = dict(problem.vmap or {})
-    for name in (*INPUTS, *INTEGERS):
+    for name in (*INPUTS, *INTEGERS, *SCALES):
         if name not in LACKS or (name not in problem.dims and name not in problem.integers):
             continue
         if name in problem.integers and not problem.integers[name].dtype:
             continue  # a number of Python
         dims = problem.integers[name].dims if name in problem.integers else problem.dims[name]
         mapped = problem.has_mapped_dimension(name) and dims[0] != "1"
-        rank = len(dims) + (len(problem.lead) == 1)  # where the heads are mapped over, one is left
+        # where the heads are mapped over, one is left
+        rank = len(dims) + (len(problem.lead) == 1 and name not in SCALES)
         in_dims[name] = rng.randrange(rank) if mapped else None
     return dataclasses.replace(problem, vmap=in_dims)

@@ -19,8 +19,10 @@ from torch import Tensor
 NAMES = ("query", "key", "value", "attn_mask")  # of the tensors that the built-in takes, too
 INPUTS = (*NAMES, "alibi_slopes", "sinks")  # what has derivatives
 INTEGERS = ("query_offset", "key_lengths")
+SCALES = ("key_scale", "value_scale")  # of numbers of 8 bits
 # How many of the dimensions of a head, a row and a column they lack.
 LACKS = {"alibi_slopes": 2, "sinks": 2, "query_offset": 3, "key_lengths": 3}
+LACKS |= dict.fromkeys(SCALES, 1)
 # Options that the built-in lacks, and options that it has, by the names of the table of pairs.
 OPTIONS = ("softcap", "window_size", *INTEGERS, "alibi_slopes", "sinks", "logsumexp")
 OF_BUILTIN = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -66,7 +68,20 @@ SINKS = {
     "-inf": "torch.randn({s}, dtype={d}).masked_fill_(torch.rand({s}) < 0.5, -inf)",
     "lowest": "torch.full({s}, torch.finfo({d}).min, dtype={d})",
 }
-TABLES = {"attn_mask": MASKS, "alibi_slopes": SLOPES, "sinks": SINKS}  # VALUES of the others
+EIGHT = {  # 0x7F and 0xFF are the NaNs of float8_e4m3fn
+    "int8": "torch.randint(-128, 128, {s}, dtype={d})",
+    "float8_e4m3fn": "(torch.randint(0, 127, {s}) + 128 * torch.randint(0, 2, {s}))"
+    ".to(torch.uint8).view({d})",
+}
+OF_SCALES = {
+    "normal": "torch.rand({s}, dtype={d}) / 40",
+    "signs": "torch.randn({s}, dtype={d}) / 40",
+    "tiny": "torch.rand({s}, dtype={d}) * 1e-6",
+    "spread": "torch.randint(-15, 0, {s}).to({d}).exp2()",
+    "some zeros": "torch.rand({s}, dtype={d}) / 40 * (torch.rand({s}) < 0.5)",
+}
+TABLES = {"attn_mask": MASKS, "alibi_slopes": SLOPES, "sinks": SINKS}
+TABLES |= dict.fromkeys(SCALES, OF_SCALES)  # the other tensors have VALUES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +191,7 @@ class Problem:
         names = {
             **{n: n in self.dims for n in ("attn_mask", "alibi_slopes", "sinks")},
             **{n: n in self.integers for n in INTEGERS},
+            **{n: n in self.dims for n in SCALES},
             "dropout_p": self.dropout_p > 0,
             "is_causal": self.causal,
             "scale": self.scale is not None,
@@ -184,12 +200,12 @@ class Problem:
             "window_size": self.window != (-1, -1),
             "logsumexp": self.rows,
         }
-        return tuple(n for n in (*OF_BUILTIN, *OPTIONS) if names[n])
+        return tuple(n for n in (*OF_BUILTIN, *OPTIONS, *SCALES) if names[n])
 
     @property
     def is_plain(self) -> bool:
         """Whether the built-in could be called so."""
-        return not set(self.given_options).intersection(OPTIONS)
+        return not set(self.given_options).intersection((*OPTIONS, *SCALES))
 
     @property
     def of_second_order(self) -> bool:
@@ -218,7 +234,7 @@ class Problem:
 
     def setup(self) -> list[str]:
         """Lines that make the tensors x, the gradients u of results, the direction t, options."""
-        tensors = {n: self._tensor(n) if n in self.dims else "None" for n in INPUTS}
+        tensors = {n: self._tensor(n) if n in self.dims else "None" for n in (*INPUTS, *SCALES)}
         tensors = {n: text for n, text in tensors.items() if n in NAMES or n in self.dims}
         lines = [
             f"torch.manual_seed({self.seed})",
@@ -287,12 +303,13 @@ class Problem:
         It broadcasts to the shape that is given, and is empty where there is no such key.
         """
         S = self.sizes["S"]
-        row = 1 if name == "attn_mask" else 2  # the dimension of the keys, from the end
-        if name not in ("key", "value", "attn_mask") or "key_lengths" not in self.integers:
+        row = 1 if name in ("attn_mask", *SCALES) else 2  # the dimension of the keys, from the end
+        if name not in ("key", "value", "attn_mask", *SCALES) or "key_lengths" not in self.integers:
             return ""
-        if shape[-row] != S or 0 in self.lead:
+        if shape[-row:][:1] != (S,) or 0 in self.lead:
             return ""
-        batch, own = self.lead[:-1], shape[:-3]
+        last = 2 if name in SCALES else 3
+        batch, own = self.lead[:-1], shape[:-last]
         lengths = torch.tensor(self.numbers("key_lengths")).reshape(self.shape("key_lengths"))
         lengths = lengths.expand(batch)
         own = (1,) * (len(batch) - len(own)) + own
@@ -303,26 +320,29 @@ class Problem:
         keys = f"torch.arange({S})" + "[:, None]" * (row - 1)
         if lengths.numel() == 1:
             return f"{keys} >= {lengths.item()}"
-        lengths = lengths.reshape(shape[:-3])
+        lengths = lengths.reshape(shape[:-last])
         return (f"{keys} >= torch.tensor({lengths.flatten().tolist()})"
-                f".reshape({(*lengths.shape, 1, 1, 1)})")  # fmt: skip
+                f".reshape({(*lengths.shape, *[1] * last)})")  # fmt: skip
 
     def _tensor(self, name: str) -> str:
-        text = TABLES.get(name, VALUES)[self.values[name]]
+        text = {**EIGHT, **TABLES.get(name, VALUES)}[self.values[name]]
         dtype = f"torch.{self.dtypes[name]}" if name in self.dtypes else "dtype"
         if self.values[name] in ("bool", "rare"):
             dtype = "torch.bool"
+        elif self.values[name] in EIGHT:
+            dtype = f"torch.{self.values[name]}"
         return self._placed(text, self.shape(name), dtype, name)
 
     def _placed(self, values: str, shape: tuple[int, ...], dtype: str, name: str) -> str:
         """A view into a larger storage, otherwise NaN (True for bool): any strides and offsets."""
+        fillers = {"torch.bool": "True", "torch.int8": "99", "torch.float8_e4m3fn": "nan"}
 
         def filled(shape: tuple[int, ...]) -> str:
             text = values.format(s=shape, d=dtype)
-            beyond = self._beyond_lengths(name, shape) if dtype != "torch.bool" else ""
+            beyond = "" if dtype in fillers else self._beyond_lengths(name, shape)
             return f"({text}).masked_fill({beyond}, {self.spoil})" if beyond else text
 
-        if name not in self.layouts:
+        if name not in self.layouts or not shape:
             return filled(shape)
         rng = random.Random(self.layouts[name])
         n = len(shape)
@@ -341,8 +361,7 @@ class Problem:
             last = first + step * (size - 1) + 1 if size else first
             storage[order[d]] = last + after
             index.append(f"{first}:{last}:{step}" if step > 1 else f"{first}:{last}")
-        filler = "True" if dtype == "torch.bool" else "nan"
-        text = f"torch.full({tuple(storage)}, {filler}, dtype={dtype})"
+        text = f"torch.full({tuple(storage)}, {fillers.get(dtype, 'nan')}, dtype={dtype})"
         if order != sorted(order):
             text += f".permute({tuple(order)})"
         text += f"[{', '.join(index)}].copy_({filled(tuple(drawn))})"
@@ -480,7 +499,12 @@ class Problem:
             *self.sdpa(),
             "def double(a):",
             f"    return a if a is None or a.dtype == torch.bool else a.double(){numbers}",
-            "double_all = lambda x: {n: double(a) for n, a in x.items()}",
+            "def double_all(x):",
+            "    x = {n: double(a) for n, a in x.items()}",
+            f"    for name in {SCALES}:",
+            "        if name in x:",
+            "            x[name[:-6]] = x[name[:-6]] * x.pop(name)[..., None]",
+            "    return x",
             "",
             *self.settings(capability),
             *self.setup(),

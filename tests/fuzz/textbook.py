@@ -31,6 +31,11 @@ class Textbook:
         self.scale = 1 / math.sqrt(max(self.E, 1)) if scale is None else scale
         self.cap = problem.softcap
         self.x = {n: self.full(made.x[n], n) for n in ("query", "key", "value")}
+        for name in ("key", "value"):
+            if (scale := made.x.get(f"{name}_scale")) is not None:
+                given = made.x[name].shape[:-1]
+                scale = self.full(scale.expand(given)[..., None], name)
+                self.x[name] = self.x[name] * scale
         self.mask = made.x["attn_mask"]
         if self.mask is not None and self.mask.dtype != torch.bool:
             self.mask = self.numbers(self.mask)
