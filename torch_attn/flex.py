@@ -74,8 +74,8 @@ def flex_attention(
         ValueError: `return_lse` is given together with `return_aux`.
 
     Derivatives: first and second derivatives, in reverse mode and forward mode, with respect to
-    query, key, value and every tensor that `score_mod` captures. These derivatives take memory O(L
-    + S) beside the captured tensors. They equal PyTorch's derivatives, except where a value depends
+    query, key, value and every tensor that `score_mod` captures. Beside the captured tensors, these
+    derivatives take memory O(L + S). They equal PyTorch's derivatives, except where a value depends
     on both query and key: there 0 times anything is 0.
 
     Determinism: the results have the same bits on every run and with any number of threads.

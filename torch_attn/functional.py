@@ -111,13 +111,14 @@ def sdpa(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or `dropout_p` is outside [0, 1]. The
-            message names the argument, its value and what is allowed. No kernel runs after such an
-            error. Offsets and lengths on a GPU are not validated, because validation would
-            synchronise. Lengths on a GPU are clamped to 0 ... S.
+            message names the argument, its value and what is allowed. The operator raises this
+            error before a kernel runs. Offsets and lengths on a GPU are not validated, because
+            validation would synchronise. Lengths on a GPU are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
-            tensor; or a float, such as `scale`, is a tensor that requires a gradient or has a
-            tangent, although floats have no derivatives. ``torch.ops.attn.sdpa`` cannot raise for
-            such a tensor, because PyTorch converts it to a number.
+            tensor; or a float argument, such as `scale`, is given as a tensor that requires a
+            gradient or has a tangent, because float arguments have no derivatives.
+            ``torch.ops.attn.sdpa`` cannot raise for such a tensor, because PyTorch converts it to a
+            number.
         ValueError: `is_causal` is given together with a causal bias, or `window_size` is no pair.
 
     Precision: for bfloat16 and float16, sums and the softmax are in float32. For float64,
@@ -346,7 +347,7 @@ def sdpa_stats(
 ) -> Stats:
     """Computes statistics of attention, also for sequences too long to store the weights.
 
-    Returns, for every head, the largest score, entropy and logsumexp of every query and the weight
+    Returns, for every head, the largest score, entropy and logsumexp of every query, and the weight
     that every key receives. While a model trains, these statistics show whether attention collapses
     to single keys, and whether scores explode. Computing the statistics takes memory O(L + S), and
     about the time of two products of queries and keys.
@@ -458,7 +459,7 @@ def _number(operator: str, name: str, number: float) -> float:
     """Returns the number itself, or the number in a tensor of one element.
 
     Returns 0 as a constant. Otherwise ``torch.compile(dynamic=True)`` would make a default value an
-    input of the graph, and dynamo fails if two checkpoints have that input.
+    input of the graph, and dynamo fails if two activation checkpoints have that input.
     """
     if isinstance(number, float):
         return number if number else 0.0

@@ -155,7 +155,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _set_up(self, num_kv_heads: int) -> None:
-        """Sets what torch's module lacks; :func:`torch_attn.convert` calls this, too."""
+        """Adds the attribute and the hook that torch's module lacks; convert() calls this, too."""
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
 
@@ -167,7 +167,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return {name: (getattr(self, name), default) for name, default in defaults.items()}
 
     def _take_down(self) -> None:
-        """Removes what torch's module lacks; :func:`torch_attn.unconvert` calls this."""
+        """Removes the attributes and the hook that torch's module lacks; unconvert() calls this."""
         for name in self._own():
             vars(self).pop(name, None)
         for key, hook in list(self._forward_pre_hooks.items()):
@@ -206,8 +206,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: whether to return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask`, `is_causal` is a hint that
-                the mask is the causal one, moved by `query_offset`. Then the mask is read only if
-                `need_weights` is True. In that case the mask decides, as in torch's module.
+                the mask is the causal mask, shifted by `query_offset`. Then the mask is read only
+                if `need_weights` is True. In that case the mask decides, as in torch's module.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
@@ -420,7 +420,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return "; for inputs [B, L, embed_dim] the module is made with batch_first=True"
 
     def extra_repr(self) -> str:
-        """Names the sizes, and all other arguments that differ from their defaults."""
+        """Names the sizes, and the further arguments that differ from their defaults."""
         arguments: dict[str, tuple[Any, Any]] = {
             "embed_dim": (self.embed_dim, None),
             "num_heads": (self.num_heads, None),

@@ -103,9 +103,9 @@ def varlen_attn(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages
             are out of range. The message names the argument, its value and what is allowed. The
-            kernel does not run after such an error. On a GPU, starts, lengths and pages are clamped
-            instead, because checking them would synchronise. So the kernel reads and writes nothing
-            outside of the tensors.
+            operator raises this error before the kernel runs. On a GPU, starts, lengths and pages
+            are clamped instead, because checking them would synchronise. So the kernel reads and
+            writes nothing outside of the tensors.
         TypeError, ValueError: as for :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
@@ -137,7 +137,7 @@ def varlen_attn(
     _check_whole("max_q", max_q)
     _check_whole("max_k", max_k)
     offset = _integers("query_offset", query_offset, query)
-    if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator says so
+    if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator raises
         offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
