@@ -36,11 +36,12 @@ def flex_attention(
     """Attention whose scores and mask are functions of the pair of a query and a key.
 
     It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
-    that function on a CPU, where it lacks the derivatives of query, key and value. Nothing is
-    compiled. Each call runs `score_mod` and the mask_mod once. Some parts of these functions depend
-    on both the query and the key. The kernels evaluate such parts inside their tiles. The score of
-    a pair is ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does
-    not see a key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
+    that function on a CPU, where PyTorch's function lacks the derivatives of query, key and value.
+    Nothing is compiled. Each call runs `score_mod` and the mask_mod once. Some parts of these
+    functions depend on both the query and the key. The kernels evaluate such parts inside their
+    tiles. The score of a pair is ``score_mod(z, b, h, q_idx, kv_idx)``, where
+    ``z = scale <query, key>``. A query does not see a key where ``mask_mod(b, h, q_idx, kv_idx)``
+    is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.
@@ -51,12 +52,13 @@ def flex_attention(
         block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`, or a mask_mod itself,
             ``mask_mod(b, h, q_idx, kv_idx) -> bool``. Blocks that a BlockMask does not list are
             hidden. Full blocks are visible. In partial blocks the mask_mod of the BlockMask
-            decides. Compiled FlexAttention does the same.
+            decides. PyTorch's compiled FlexAttention treats blocks in the same way.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
         return_lse: whether to return the logsumexp, too.
         kernel_options: is accepted and changes nothing.
-        return_aux: PyTorch's ``AuxRequest(lse=..., max_scores=...)``, which names further results.
+        return_aux: PyTorch's ``AuxRequest(lse=..., max_scores=...)``, which requests further
+            results.
 
     Returns:
         The output, ``[B, Hq, L, Ev]`` in query's dtype. With `return_lse`, the pair of the output
@@ -72,9 +74,9 @@ def flex_attention(
         ValueError: `return_lse` is given together with `return_aux`.
 
     Derivatives: first and second derivatives, in reverse mode and forward mode, with respect to
-    query, key, value and every tensor that `score_mod` captures. They take memory O(L + S) beside
-    the captured tensors. They equal PyTorch's, except that 0 times anything is 0 where a value
-    depends on both query and key.
+    query, key, value and every tensor that `score_mod` captures. Beside the captured tensors, these
+    derivatives take memory O(L + S). They equal PyTorch's derivatives, except where a value depends
+    on both query and key: there 0 times anything is 0.
 
     Determinism: the results have the same bits on every run and with any number of threads.
 
@@ -171,7 +173,7 @@ def _parts(
 
 
 def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
-    """Returns ``[B, H, rows, count]``: whether a block is in the first `numbers` of `indices`."""
+    """Returns ``[B, H, rows, count]``: whether the first `numbers` of `indices` contain a block."""
     places = torch.arange(indices.size(-1), device=indices.device)
     is_there = (places < numbers[..., None]) & (indices >= 0) & (indices < count)
     listed = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)

@@ -8,10 +8,10 @@ leave out what is not computed, such as the gradient of a key that does not requ
 With a `window_size`, the formulas count only the pairs of a query and a key that the window and
 `is_causal` leave visible. The formulas know shapes, but not the numbers in `query_offset` and
 `key_lengths`. So they assume that all S keys are in use, and that the first query is at the first
-key. If a `query_offset` is given, they assume instead that the last query is at the last key. They
-count packed sequences (`cu_seq_q`, `cu_seq_k`) as if all had the same length, and sequences in the
-pages of a `block_table` as if each had `max_k` keys. No other option counts, because no other one
-changes the matrix products.
+key. If a `query_offset` is given, they assume instead that the last query is at the last key. The
+formulas treat packed sequences (`cu_seq_q`, `cu_seq_k`) as if all sequences had the same length,
+and sequences in the pages of a `block_table` as if each sequence had `max_k` keys. The formulas
+ignore all other options, because these options do not change the matrix products.
 
 The table counts the operations per pair of a query and a key, where E is the size of a query and
 of a key, and Ev is the size of a value:
@@ -71,7 +71,10 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 
 
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
-    """Counts the given numbers of products over E and Ev, for the pairs that are visible."""
+    """Counts the operations of products over E and over Ev, for the visible pairs.
+
+    The arguments say how many products of each kind there are.
+    """
     if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
@@ -89,7 +92,7 @@ def _pairs(call: Call) -> int:
     if call.get("cu_seq_q") is not None:
         N = max(call["cu_seq_q"][0] - 1, 1)
         S = S if call.get("block_table") is not None else S // N
-        one = {"query": (L // N, 0), "key": (S, 0), "query_offset": ()}  # aligned at the end
+        one = {"query": (L // N, 0), "key": (S, 0), "query_offset": ()}  # last query at last key
         return int(N) * _pairs({**one, "window_size": call.get("window_size", (-1, -1))})
     window = call.get("window_size", (-1, -1))
     if max(window) < 0:
@@ -100,7 +103,7 @@ def _pairs(call: Call) -> int:
     first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
 
     def until(key: int) -> int:
-        """Counts the pairs of a query i and a key up to i + key."""
+        """Counts the pairs of a query i and a key at position i + `key` or before."""
         return _clamped(L + key, S) - _clamped(key, S)
 
     return until(first + right) - until(first - left - 1)

@@ -43,38 +43,40 @@ def sdpa(
 
     Computes ``dropout(softmax(scale * query @ key^T + attn_mask)) @ value`` for every head. It
     takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention` and replaces
-    that function. No combination of arguments makes it store the L x S scores: the kernel reads
-    keys block by block with a running softmax, and backward computes the weights again.
+    that function. Whatever the arguments are, forward and backward do not store the L x S scores.
+    The kernel reads keys block by block with a running softmax, and backward computes the weights
+    again.
 
-    The built-in lacks the arguments from `softcap` on. The caller may combine any of them. Query i
-    is at position p = i + `query_offset`. The score of query i and key j is
+    The built-in lacks the arguments from `softcap` on. The caller may combine these arguments in
+    any way. Query i is at position p = i + `query_offset`. The score of query i and key j is
     ``softcap tanh(scale <q, k> / softcap) - alibi_slopes |p - j| + attn_mask``. `window_size`,
     `is_causal`, `key_lengths` and `attn_mask` can hide key j. A weight is
     ``exp(score) / (exp(sinks) + sum over j of exp(score))``. A key and a value of 8 bits stand for
     ``key * key_scale[..., None]`` and ``value * value_scale[..., None]``.
 
-    Shapes: ``B...`` stands for any number of leading dimensions, also none. They broadcast between
-    query, key and value: a size is n or 1. L is the number of queries, S the number of keys, E the
-    size of a query and a key, Ev the size of a value; each may be 0. The head dimension is the
-    third from the end. All strides are allowed: the kernel reads views without a copy.
+    Shapes: ``B...`` stands for any number of leading dimensions, including 0. They broadcast
+    between query, key and value: in each dimension, all sizes other than 1 are equal. L is the
+    number of queries, S the number of keys, E the size of a query and a key, Ev the size of a
+    value; each may be 0. The head dimension is the third from the end. All strides are allowed: the
+    kernel reads views without a copy.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
         key: ``[B..., Hk, S, E]``, query's dtype and device.
         value: ``[B..., Hv, S, Ev]``, query's dtype and device.
-        attn_mask: broadcasts to ``[B..., Hq, L, S]`` without enlarging it. In a boolean mask, True
-            means that the query may attend to the key. A floating mask, of query's dtype or
-            float32, is added to the scaled scores; ``-inf`` masks the key. It may require a
-            gradient, which has the mask's own shape. The mask may also be
+        attn_mask: broadcasts to ``[B..., Hq, L, S]`` without enlarging that shape. In a boolean
+            mask, True means that the query may attend to the key. A floating mask, of query's dtype
+            or float32, is added to the scaled scores; ``-inf`` masks the key. A floating mask may
+            require a gradient. The gradient has the mask's own shape. The mask may also be
             ``causal_upper_left(L, S)`` or ``causal_lower_right(L, S)`` of
             :mod:`torch.nn.attention.bias`, for which no L x S mask is made.
         dropout_p: probability, in [0, 1], of zeroing a weight; the remaining weights are divided
-            by ``1 - dropout_p``. Dropout applies whenever this is not 0: pass 0 in evaluation. It
-            draws from torch's default generator of the device, so :func:`torch.manual_seed` repeats
-            it.
+            by ``1 - dropout_p``. Dropout applies whenever `dropout_p` is not 0, so pass 0 in
+            evaluation. Dropout draws from torch's default generator of the device, so the same
+            :func:`torch.manual_seed` gives the same dropout.
         is_causal: query i attends to keys 0 ... i, even where L != S (upper left alignment). With
-            `query_offset` it attends to keys 0 ... i + query_offset. If `attn_mask` is given too,
-            both apply.
+            `query_offset`, query i attends to keys 0 ... i + query_offset. If `attn_mask` is given
+            too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk and Hv to be divisors of Hq, equal or not. ``Hq / Hk`` neighbouring
             query heads share a key head, and ``Hq / Hv`` neighbouring query heads share a value
@@ -83,22 +85,23 @@ def sdpa(
         window_size: (left, right), how many keys a query sees to the left and right of its own
             position; -1 is all. The kernel does not read keys outside the window, so its time is
             linear in the window's size. (-1, 0) is causality.
-        query_offset: the position of query 0 among the keys, also negative: one number, or integers
-            ``[B...]``. ``S - L`` puts the last query at the last key (lower right alignment), as
-            for a chunk of a prompt or with a cache. If a cache is filled up to a length, pass
-            ``length - L``.
-        key_lengths: how many of the S keys are used: one number, or integers ``[B...]``. The
-            kernel does not read the other keys, their values and their part of a mask.
+        query_offset: the position of query 0 among the keys, which may be negative: one number, or
+            integers ``[B...]``. ``S - L`` puts the last query at the last key (lower right
+            alignment), as for a chunk of a prompt or with a cache. If only the first ``length``
+            keys of a cache are filled, pass ``length - L``.
+        key_lengths: how many of the S keys are used: one number, or integers ``[B...]``. The kernel
+            reads neither the other keys nor their values nor their part of a mask.
         alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, a slope for each query head, of query's dtype or
             float32. ALiBi subtracts the slope times the distance from each score. Differentiable.
         sinks: ``[Hq]`` or ``[B..., Hq]``, a sink for each query head, of query's dtype or float32.
-            A sink is one more logit in every softmax of its head, without a value (gpt-oss). 0
-            gives softmax-1, and -inf is no sink. Differentiable.
-        key_scale: float32, of a key in int8 or float8_e4m3fn; broadcasts to key's shape without the
-            last dimension: a number for each token and head, each head, or all
-            (:func:`torch_attn.quantize_kv`). The kernel multiplies scores by it and makes no copy
-            of the keys. It does not read scales of keys beyond `key_lengths`. On a CPU, beside a
-            query of float32, bfloat16 or float16. Neither key, value nor query has derivatives.
+            A sink is one more logit in every softmax of its head, without a value (gpt-oss). A sink
+            of 0 gives softmax-1, and a sink of -inf has no effect. Differentiable.
+        key_scale: float32, the scale of a key in int8 or float8_e4m3fn; broadcasts to key's shape
+            without the last dimension: one number for each token and head, one for each head, or
+            one for all (:func:`torch_attn.quantize_kv`). The kernel multiplies scores by the scale
+            and makes no copy of the keys. The kernel does not read scales of keys beyond
+            `key_lengths`. A key of 8 bits needs a CPU, and a query of float32, bfloat16 or float16.
+            Then query, key and value have no derivatives.
         value_scale: the same for a value of 8 bits.
 
     Returns:
@@ -108,24 +111,26 @@ def sdpa(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or `dropout_p` is outside [0, 1]. The
-            message names the argument, its value and what is allowed. Then no kernel runs. Offsets
-            and lengths on a GPU are not validated, because that would synchronise. Lengths on a GPU
-            are clamped to 0 ... S.
+            message names the argument, its value and what is allowed. The operator raises this
+            error before a kernel runs. Offsets and lengths on a GPU are not validated, because
+            validation would synchronise. Lengths on a GPU are clamped to 0 ... S.
         TypeError: query, key or value is no tensor; an offset or length is neither an int nor a
-            tensor; or a float, such as `scale`, is a tensor that requires a gradient or has a
-            tangent, although floats have no derivatives. ``torch.ops.attn.sdpa`` cannot raise for
-            such a tensor, because PyTorch converts it to a number.
+            tensor; or a float argument, such as `scale`, is given as a tensor that requires a
+            gradient or has a tangent, because float arguments have no derivatives.
+            ``torch.ops.attn.sdpa`` cannot raise for such a tensor, because PyTorch converts it to a
+            number.
         ValueError: `is_causal` is given together with a causal bias, or `window_size` is no pair.
 
     Precision: for bfloat16 and float16, sums and the softmax are in float32. For float64,
     everything is in float64. Under :class:`torch.autocast`, inputs are cast as for the built-in.
 
     Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
-    `sinks`. Only requested derivatives are computed, with dropout's mask held fixed. First and
+    `sinks`. Only requested derivatives are computed. They hold dropout's mask fixed. First and
     second derivatives take memory O(L + S), in reverse mode, in forward mode, and in one mode over
     the other. Third derivatives, and forward mode over forward mode, store the L x S scores. With
-    dropout, these two raise RuntimeError. :func:`torch.func.vmap` calls the operator once for all
-    samples. With dropout, it follows vmap's argument `randomness`.
+    dropout, third derivatives and forward mode over forward mode raise RuntimeError.
+    :func:`torch.func.vmap` calls the operator once for all samples. With dropout, the operator
+    follows vmap's argument `randomness`.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -164,8 +169,8 @@ def sdpa(
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
-    # Converts the two one by one, because a tuple in TorchScript takes no None that might be a
-    # number.
+    # Converts query_offset and key_lengths one by one, because an element of a TorchScript tuple
+    # cannot be None in one call and a number in another.
     offset = None if query_offset is None else _integers("query_offset", query_offset, query)
     lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
@@ -182,16 +187,16 @@ def sdpa(
 def _calling(
     operator: Any, name: str, like: Callable[_P, Any]
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Makes a decorator. The decorated function calls an operator of three results.
+    """Makes a decorator, which returns a new function that calls an operator of three results.
 
-    The new function has the arguments of `like`. The decorated function only gives its name and
-    documentation to the new function.
+    The new function has the arguments of `like`. It takes only its name and its documentation from
+    the decorated function.
     """
 
     def number(argument: str, given: float) -> float:
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return given
-        else:  # noqa: RET505, because TorchScript does not compile this, which reads `name`
+        else:  # noqa: RET505, because TorchScript does not compile this branch, which reads `name`
             return _number(name, argument, given)
 
     def attend(
@@ -243,8 +248,8 @@ def sdpa_with_logsumexp() -> None:
     """Computes :func:`sdpa`, and the logsumexp and the largest score of every query.
 
     Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows a caller
-    to merge results exactly. If o1 and l1 are the output and the logsumexp over some keys, and o2
-    and l2 those over the remaining keys, the output over all keys is
+    to merge results exactly. Let o1 and l1 be the output and the logsumexp over some keys, and o2
+    and l2 the output and the logsumexp over the remaining keys. Then the output over all keys is
     ``softmax([l1, l2]) @ [o1, o2]``, and the logsumexp is ``log(exp(l1) + exp(l2))``. A z-loss is
     ``logsumexp.square().mean()``.
 
@@ -253,13 +258,13 @@ def sdpa_with_logsumexp() -> None:
 
         - output: ``[B..., Hq, L, Ev]``;
         - logsumexp: ``[B..., Hq, L]``, float32 (float64 for float64), the logsumexp of each query's
-          scores and its head's sink, differentiable to second order. For a query without keys it is
-          the sink, or -inf if there is no sink;
-        - max_score: of the same shape and dtype, each query's largest score, without the sink;
-          -inf for a query without keys. It has no derivatives.
+          scores and of the sink of its head, differentiable to second order. For a query without
+          keys, the logsumexp is the sink, or -inf if there is no sink;
+        - max_score: of the shape and dtype of logsumexp, each query's largest score, without the
+          sink; -inf for a query without keys. max_score has no derivatives.
 
         For a query with a score of NaN, logsumexp and max_score are NaN. For a query with a score
-        of +inf, they are +inf.
+        of +inf, both are +inf.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 10, 8)  # 4 heads, 10 tokens
@@ -275,8 +280,9 @@ def sdpa_with_weights() -> None:
     """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
-    takes memory O(L S). On the CPU a kernel computes them. On other devices PyTorch's own operators
-    compute them. PyTorch's own operators also compute gradients through the matrices, of any order.
+    takes memory O(L S). On the CPU a kernel computes the matrices. On other devices PyTorch's own
+    operators compute the matrices. On every device, PyTorch's own operators compute the gradients
+    through the matrices, of any order.
 
     Returns:
         Three tensors, all differentiable:
@@ -318,8 +324,8 @@ class Stats(NamedTuple):
     def largest_weight(self) -> Tensor:
         """``[B..., Hq, L]``, ``exp(largest_score - logsumexp)`` for each query, 0 without keys.
 
-        If it is near 1, the softmax is saturated, and the gradients of query and key are small. For
-        scores of 1e6 and more, it has few correct digits in float32.
+        If this weight is near 1, the softmax is saturated, and the gradients of query and key are
+        small. For scores of 1e6 and more, this weight has few correct digits in float32.
         """
         weight = (self.largest_score - self.logsumexp).exp()
         return weight.masked_fill(self.logsumexp == -torch.inf, 0)
@@ -341,10 +347,10 @@ def sdpa_stats(
 ) -> Stats:
     """Computes statistics of attention, also for sequences too long to store the weights.
 
-    Returns, for every head, the largest score, entropy and logsumexp of every query and the weight
+    Returns, for every head, the largest score, entropy and logsumexp of every query, and the weight
     that every key receives. While a model trains, these statistics show whether attention collapses
-    to single keys, and whether scores explode. To compute them takes memory O(L + S), and about the
-    time of two products of queries and keys.
+    to single keys, and whether scores explode. Computing the statistics takes memory O(L + S), and
+    about the time of two products of queries and keys.
 
     Args:
         query: ``[B..., Hq, L, E]``, at least 2-D; float64, float32, bfloat16 or float16.
@@ -357,18 +363,19 @@ def sdpa_stats(
             sink is no score, but it is part of the logsumexp and of the softmax's denominator.
 
     Returns:
-        :class:`Stats`. For half types, too, statistics are computed in float32, from the scores of
-        :func:`sdpa`. A query that may attend to no key has a largest score and a logsumexp of -inf
-        and the entropy 0, and it gives no weight to any key.
+        :class:`Stats`. The statistics are computed from the scores of :func:`sdpa`, and in float32
+        also if query and key have a half type. A query that may attend to no key has a largest
+        score and a logsumexp of -inf and the entropy 0, and it gives no weight to any key.
 
     Raises:
         TypeError: query or key is no tensor, or `scale` is a tensor that requires a gradient or has
             a tangent.
         RuntimeError: shapes, dtypes or devices do not fit; the message names the argument, its
-            value and what is allowed. A backward through the results raises it too, and so does
-            forward mode, because the results have no derivatives. Inputs may require a gradient as
-            long as no backward runs. Take :func:`sdpa_with_weights` to train on these numbers. In a
-            function that :func:`torch.compile` differentiates as a whole, detach query and key.
+            value and what is allowed. A backward through the results also raises this error, and so
+            does forward mode, because the results have no derivatives. Inputs may require a
+            gradient as long as no backward runs. To train on these numbers, use
+            :func:`sdpa_with_weights`. In a function that :func:`torch.compile` differentiates as a
+            whole, detach query and key.
 
     Accuracy: the entropy's relative error is as small near 0 as elsewhere, because the terms of the
     entropy are never negative. The results have the same bits on every run and with any number of
@@ -377,7 +384,7 @@ def sdpa_stats(
     NaN and infinity: if a query has a NaN score, its largest score, entropy and logsumexp are NaN.
     The keys that this query may attend to receive NaN, and no other key does. A score of -inf is
     masked. If a score is +inf, the query's largest score and logsumexp are +inf, its entropy is
-    NaN, and the keys that it may attend to receive NaN, as from softmax.
+    NaN, and the keys that the query may attend to receive NaN, as from softmax.
 
     Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:
@@ -420,7 +427,7 @@ def _pair(window_size: tuple[int, int]) -> list[int]:
 
 
 def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor | None:
-    """Converts a number to a tensor, also a symbolic number under torch.compile."""
+    """Converts a number to a tensor. Under torch.compile, the number may be symbolic."""
     if numbers is None:
         return None
     if isinstance(numbers, Tensor):
@@ -449,14 +456,14 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
 
 
 def _number(operator: str, name: str, number: float) -> float:
-    """Returns a number, also from a tensor of one element.
+    """Returns the number itself, or the number in a tensor of one element.
 
     Returns 0 as a constant. Otherwise ``torch.compile(dynamic=True)`` would make a default value an
-    input of the graph, and dynamo fails if two checkpoints have that input.
+    input of the graph, and dynamo fails if two activation checkpoints have that input.
     """
     if isinstance(number, float):
         return number if number else 0.0
-    else:  # noqa: RET505, because TorchScript compiles what is not an else
+    else:  # noqa: RET505, because TorchScript would compile this line without the else
         return _out_of_tensor(operator, name, number)
 
 

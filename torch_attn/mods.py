@@ -1,8 +1,8 @@
 """Functions score_mod and mask_mod that models use, for :func:`torch_attn.flex_attention`.
 
-Each function here takes tensors that a model learned, or sizes, and returns a score_mod or a
-mask_mod; :func:`causal` is itself a mask_mod. B is the number of batch entries, H of heads of the
-query, L of queries, S of keys. Learned tensors get gradients.
+The functions here take tensors, numbers or other masks, and return a score_mod or a mask_mod. Only
+:func:`causal` is itself a mask_mod. B is the number of batch entries, H the number of query heads,
+L the number of queries, and S the number of keys. Tensors that a model learns get gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def distances(table: Tensor) -> ScoreMod:
-    """A learned bias for each head and distance; its ends also hold for longer distances.
+    """A learned bias for each head and distance. The outermost biases also serve longer distances.
 
     Args:
         table: ``[H, 2 R + 1]``: a pair gets the bias in column ``R + q_idx - kv_idx``. A distance
@@ -119,12 +119,14 @@ def softcap(cap: float | Tensor) -> ScoreMod:
 
 
 def transformer_xl(positions: Tensor) -> ScoreMod:
-    """Scores of queries with relative positions (Dai et al., 2019; Conformer): the relative shift.
+    """Scores of queries with relative positions, by the relative shift.
+
+    Transformer-XL (Dai et al., 2019) and Conformer use these scores.
 
     Args:
-        positions: these scores, scaled: ``[B, H, L, L + S - 1]``, or ``[1, H, L, L + S - 1]`` for
-            all entries of the batch. The number in column ``L - 1 + kv_idx - q_idx`` is added to
-            the score of a pair.
+        positions: the scaled scores of queries with relative positions, ``[B, H, L, L + S - 1]``,
+            or ``[1, H, L, L + S - 1]`` for all entries of the batch. The number in column
+            ``L - 1 + kv_idx - q_idx`` is added to the score of a pair.
 
     Example:
         >>> query, key, value = torch.randn(3, 1, 8, 50, 16)
@@ -147,8 +149,8 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
     Args:
         c2p: ``[B, H, L, 2 R]``, scaled scores of queries with the keys of relative positions.
         p2c: ``[B, H, S, 2 R]``, scaled scores of keys with the queries of relative positions.
-        max_distance: distances from R / 2 to this one share logarithmic buckets (v2 and v3). With
-            None, each distance has its own bucket.
+        max_distance: distances from R / 2 to `max_distance` share logarithmic buckets (v2 and v3).
+            With None, each distance has its own bucket.
 
     Example:
         >>> x = torch.randn(1, 8, 50, 16)
@@ -198,7 +200,7 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A query sees the keys up to its own place. Pass this function itself as the mask_mod.
+    """A query sees the keys up to its own position. Pass this function itself as the mask_mod.
 
     Example:
         >>> x = torch.randn(1, 8, 50, 16)
@@ -210,7 +212,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def sliding_window(left: int, right: int = 0) -> MaskMod:
-    """A query sees `left` keys before its own place, that key, and `right` keys after it.
+    """A query sees `left` keys before its position, the key there, and `right` keys after it.
 
     Args:
         left: keys before; 0 or more.
@@ -259,7 +261,7 @@ def documents(ids: Tensor) -> MaskMod:
 
 
 def prefix(lengths: Tensor) -> MaskMod:
-    """A query sees the prefix, and the keys up to its own place (prefix-LM).
+    """A query sees the prefix, and the keys up to its own position (prefix-LM).
 
     Args:
         lengths: ``[B]``, the length of each entry's prefix.
@@ -281,12 +283,12 @@ def neighbourhood(
     At a border the window is shifted inwards, so that every query has the same number of keys.
 
     Args:
-        shape: the sizes of the grid of tokens, such as ``(height, width)``. Their product is L and
-            S.
+        shape: the sizes of the grid of tokens, such as ``(height, width)``. Their product is both L
+            and S.
         window: how many tokens a query sees along each dimension; odd, unless causal.
         causal: whether the window ends at the query's own token along a dimension: one value for
-            all dimensions, or one for each. A causal window is not shifted, so at the beginning it
-            has fewer tokens.
+            all dimensions, or one for each. A causal window is not shifted, so it has fewer tokens
+            at the beginning of the dimension.
 
     Example:
         >>> x = torch.randn(1, 8, 6 * 7, 16)

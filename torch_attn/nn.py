@@ -24,9 +24,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     parameters under the same names. The same seed gives the same initial parameters, and a
     state_dict fits both classes. This class calls :func:`torch_attn.sdpa`, in training and in
     evaluation, also inside of :class:`torch.nn.TransformerEncoderLayer`. Unless weights are
-    requested, it makes no tensor of L x S, except from masks of that size (see :meth:`forward`).
-    :func:`torch_attn.convert` converts the modules of an existing model to this class, and
-    :func:`torch_attn.unconvert` converts them back.
+    requested, this class makes no tensor of L x S, except from masks of that size (see
+    :meth:`forward`). :func:`torch_attn.convert` converts the modules of an existing model to this
+    class, and :func:`torch_attn.unconvert` converts them back.
 
     Args:
         embed_dim: size of a query and of the output, a multiple of `num_heads`.
@@ -37,13 +37,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         add_zero_attn: appends a key and a value of zeros, which every query sees.
         kdim: size of a key; None is `embed_dim`.
         vdim: size of a value; None is `embed_dim`.
-        batch_first: tensors are ``[B, L, embed_dim]``, else ``[L, B, embed_dim]``.
+        batch_first: True for tensors ``[B, L, embed_dim]``, False for ``[L, B, embed_dim]``.
         num_kv_heads: Hk, the number of heads of key and value, a divisor of `num_heads`; None is
             `num_heads`. ``H / Hk`` neighbouring query heads share a key head and a value head. This
             is grouped-query attention and, if Hk = 1, multi-query attention.
         window_size: (left, right), how many keys a query sees to the left and right of its own
-            position; -1 is all. A window excludes `add_bias_kv` and `add_zero_attn`, because the
-            keys that they append have no position.
+            position; -1 is all. A window cannot be combined with `add_bias_kv` or `add_zero_attn`,
+            because the keys that these arguments append have no position.
         softcap: c > 0 replaces a score by ``c tanh(score / c)``, before a mask is added; 0 is off.
         device: the device of the parameters.
         dtype: the dtype of the parameters: float64, float32, bfloat16 or float16.
@@ -55,7 +55,8 @@ class MultiheadAttention(nn.MultiheadAttention):
       ``[embed_dim, embed_dim]``, k_proj_weight ``[Hk head_dim, kdim]`` and v_proj_weight
       ``[Hk head_dim, vdim]`` instead;
     - in_proj_bias ``[(H + 2 Hk) head_dim]``; bias_k and bias_v ``[1, 1, Hk head_dim]``;
-    - out_proj, a linear module. The forward calls it, so another module may replace it.
+    - out_proj, a linear module. The forward method calls this module, so another module may replace
+      it.
 
     Raises:
         ValueError: a size or a number of heads is not positive, `num_heads` does not divide
@@ -154,19 +155,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
     def _set_up(self, num_kv_heads: int) -> None:
-        """Sets what torch's module lacks; :func:`torch_attn.convert` calls this, too."""
+        """Adds the attribute and the hook that torch's module lacks; convert() calls this, too."""
         self.num_kv_heads = num_kv_heads
         self.register_forward_pre_hook(_forward_must_be_called)
 
     def _own(self) -> dict[str, tuple[Any, Any]]:
-        """Returns the arguments that torch's module lacks: name -> (value, default)."""
+        """Returns the value and the default of each argument that torch's module lacks, by name."""
         parameters = inspect.signature(MultiheadAttention).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         defaults["num_kv_heads"] = self.num_heads
         return {name: (getattr(self, name), default) for name, default in defaults.items()}
 
     def _take_down(self) -> None:
-        """Removes what torch's module lacks; :func:`torch_attn.unconvert` calls this."""
+        """Removes the attributes and the hook that torch's module lacks; unconvert() calls this."""
         for name in self._own():
             vars(self).pop(name, None)
         for key, hook in list(self._forward_pre_hooks.items()):
@@ -197,40 +198,40 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             query: ``[B, L, embed_dim]``, ``[L, B, embed_dim]`` without `batch_first`, or
                 ``[L, embed_dim]``.
-            key: likewise, ``[B, S, kdim]``.
-            value: likewise, ``[B, S, vdim]``.
+            key: ``[B, S, kdim]``, in the query's layout.
+            value: ``[B, S, vdim]``, in the query's layout.
             key_padding_mask: ``[B, S]``, or ``[S]`` if the query has no batch.
             need_weights: whether to return the weights, which takes memory O(L S). Pass False if
                 you do not use the weights. The default is True only because torch's default is.
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: whether to return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask`, `is_causal` is a hint that
-                the mask is the causal one, moved by `query_offset`. Then the mask is read only if
-                `need_weights` is True. In that case the mask decides, as in torch's module.
+                the mask is the causal mask, shifted by `query_offset`. Then the mask is read only
+                if `need_weights` is True. In that case the mask decides, as in torch's module.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
-                S. The other keys are hidden and not read. `query_offset` and `key_lengths` exclude
-                `add_bias_kv` and `add_zero_attn`.
+                S. The other keys are hidden and not read. `query_offset` and `key_lengths` cannot
+                be combined with `add_bias_kv` or `add_zero_attn`.
 
         Returns:
-            The output, of the query's shape, and the weights or None. The weights are those after
-            dropout. They have the shape ``[B, L, S]``, or ``[B, H, L, S]`` if they are not
-            averaged, without B if the query has no batch. S includes the keys of `add_bias_kv` and
+            The output, of the query's shape, and the weights or None. These are the weights after
+            dropout, ``[B, L, S]``, or ``[B, H, L, S]`` if they are not averaged. If the query has
+            no batch, the weights lack the dimension B. S includes the keys of `add_bias_kv` and
             `add_zero_attn`, which come last. If a query may attend to no key, its output is the
             bias of out_proj, and its weights are 0.
 
         Strided nested tensors are accepted for self-attention (one tensor as query, key and value)
-        with `batch_first` and without masks, offset and lengths. The output is then nested, and the
-        weights are padded with 0.
+        with `batch_first`, and without masks, `query_offset` and `key_lengths`. The output is then
+        nested, and the weights are padded with 0.
 
         Memory: O(L + S) per head, plus the weights if they are requested. A boolean `attn_mask` is
         negated into a copy of the same size. If `attn_mask` and `key_padding_mask` are both read,
         they are merged into one mask, ``[B, 1 or H, L, S]``.
 
         Raises:
-            RuntimeError: shapes or dtypes that do not fit. The message names the argument, its
-                value and what is allowed.
+            RuntimeError: shapes or dtypes do not fit. The message names the argument, its value and
+                what is allowed.
         """
         count("MultiheadAttention")
         if query.is_nested or key.is_nested or value.is_nested:
@@ -263,8 +264,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)
 
-        # Appended keys, which no mask hides, come first here, so the columns of masks move to the
-        # right.
+        # The keys that add_bias_kv and add_zero_attn append come first here, and no mask hides
+        # them. So the columns of masks move to the right.
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             if query_offset is not None or key_lengths is not None:
@@ -345,7 +346,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output, weights
         # Compiled and traced code calls public operators. These operators return weights before
         # dropout, but torch's module returns weights after dropout. So with dropout this function
-        # computes the product with the values, and the operator gets values without columns.
+        # multiplies the weights by the values itself, and passes values with 0 columns to the
+        # operator.
         values = v[..., :0] if dropout_p else v
         output, weights, _ = sdpa_with_weights(q, k, values, mask, 0.0, is_causal, **options)
         if dropout_p:
@@ -412,13 +414,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_shape("attn_mask", attn_mask, (L, S), (math.prod(batch) * self.num_heads, L, S))
 
     def _layout_hint(self, query: Tensor, batch_comes_first: torch.Size) -> str:
-        """Suggests batch_first=True if the shape would fit with the batch as first dimension."""
+        """Suggests batch_first=True if the shape fits with the batch as its first dimension."""
         if self.batch_first or query.dim() != 3 or batch_comes_first[:1] != query.shape[:1]:
             return ""
         return "; for inputs [B, L, embed_dim] the module is made with batch_first=True"
 
     def extra_repr(self) -> str:
-        """Names the sizes, and the other arguments that differ from their defaults."""
+        """Names the sizes, and the further arguments that differ from their defaults."""
         arguments: dict[str, tuple[Any, Any]] = {
             "embed_dim": (self.embed_dim, None),
             "num_heads": (self.num_heads, None),
@@ -437,13 +439,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
     """Does nothing. PyTorch calls the module because the module has this hook.
 
-    If a module has no hook, :class:`torch.nn.TransformerEncoderLayer` in evaluation does not call
-    it, but computes PyTorch's attention with its parameters.
+    In evaluation, :class:`torch.nn.TransformerEncoderLayer` does not call an attention module
+    without hooks. Instead, the layer computes PyTorch's attention with the module's parameters.
     """
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """Merges both masks into one, which broadcasts to [B, H, L, S]; True or -inf hides a key."""
+    """Merges both masks into one that broadcasts to [B, H, L, S]; True or -inf hides a key."""
     if key_padding_mask is None:
         return attn_mask
     key_padding_mask = key_padding_mask[..., None, None, :]

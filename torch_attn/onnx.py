@@ -15,7 +15,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp` and
     :func:`torch_attn.sdpa_with_weights` become ONNX's ``Attention`` of the exported opset, 23, 24
-    or 25. The exported model must not read the second and third result of
+    or 25. The exported model must not read the second or the third result of
     :func:`torch_attn.sdpa_with_logsumexp`. ``Attention`` can express these arguments:
 
     ===========================  ===================================================================
@@ -98,7 +98,7 @@ _BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
 
 
 class _OutputAlone(list[Any]):
-    """The results of attn::attention; refuses a program that reads a result that ONNX lacks."""
+    """The results of attn::attention. Refuses a program that reads a result that ONNX lacks."""
 
     def __getitem__(self, index: Any) -> Any:
         if index != 0:
@@ -143,7 +143,7 @@ def _attention(
     if dropout_p != 0:
         _refuse("dropout_p", dropout_p, "0")
     if scale is not None and scale <= 0:
-        _refuse("scale", scale, "more than 0")  # ONNX multiplies query and key by its square root
+        _refuse("scale", scale, "more than 0")  # ONNX multiplies query and key by sqrt(scale)
     _check_shapes(query, key, value, attn_mask)
     half = query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     left, right = window_size
@@ -170,8 +170,8 @@ def _attention(
 def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
     """Refuses batches or heads that broadcast, and unequal numbers of heads of key and value.
 
-    Compares only with 1, because validate.cpp lets two sizes differ only if one of them is 1, or if
-    heads are grouped.
+    Compares sizes only with 1, because validate.cpp lets two sizes differ only if one of them is 1,
+    or if heads are grouped.
     """
     shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
     for name, shape in shapes.items():
@@ -188,7 +188,7 @@ def _check_shapes(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
 
 
 def _written_out(op: Any, attn_mask: Any, query: Any, key: Any) -> Any:
-    """Expands a mask with one row or one column to all queries and keys.
+    """Expands a mask with one row or one column to L rows and S columns.
 
     ONNX hides the keys for which a mask has no column, and onnxruntime 1.32 requires L rows.
     """

@@ -54,8 +54,8 @@ def sdpa_with_weights(
         key: `[..., Hk, S, E]`, of the query's dtype.
         value: `[..., Hv, S, Ev]`, of the query's dtype.
         attn_mask: broadcasts to `[..., Hq, L, S]`. In a boolean mask, True lets the query attend to
-            the key. A floating mask is added to the scaled scores; where it is -inf the key is
-            masked.
+            the key. A floating mask is added to the scaled scores; the key is masked where the mask
+            is -inf.
         sinks: `[..., Hq]`, as for :func:`torch_attn.sdpa`. Arguments without a line here are also
             as for :func:`torch_attn.sdpa`.
         dropout_mask: boolean, broadcasts to `[..., Hq, L, S]`, True where a weight was kept. This
@@ -64,7 +64,7 @@ def sdpa_with_weights(
     Returns:
         Three tensors: the output `[..., Hq, L, Ev]`; the weights before dropout, `[..., Hq, L, S]`;
         and the scores, scaled and masked, `[..., Hq, L, S]`. A row of the weights sums to 1, or to
-        less with a sink. It is 0 if every key is masked.
+        less with a sink. The row is 0 if every key is masked.
 
     Raises:
         ValueError: `dropout_p` is not 0 and no `dropout_mask` is given.
@@ -172,7 +172,7 @@ def sdpa_stats(
     Returns:
         Four tensors: the largest score `max_j X`, the entropy `-sum_j P log P` in nats and the
         logsumexp, each `[..., Hq, L]`; and the received weight `sum_i P`, `[..., Hq, S]`. For a row
-        without keys and without a sink, the first three are -inf, 0 and -inf.
+        without keys and without a sink, the first three tensors are -inf, 0 and -inf.
     """
     arguments = {"attn_mask": attn_mask, "is_causal": is_causal, **options}
     _, weights, _ = sdpa_with_weights(query, key, key, **arguments)
@@ -199,8 +199,8 @@ def flex_attention(
         mask_mod: `mask_mod(b, h, q_idx, kv_idx)` says whether query `q_idx` sees key `kv_idx`.
 
     Returns:
-        The output `[B, Hq, L, Ev]` and the logsumexp `[B, Hq, L]`. For a query without keys they
-        are 0 and -inf.
+        The output `[B, Hq, L, Ev]` and the logsumexp `[B, Hq, L]`. For a query without keys, the
+        output is 0 and the logsumexp is -inf.
     """
     if enable_gqa:
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
@@ -237,7 +237,7 @@ def of_every_pair(
 class _IndexByNumbers(TorchFunctionMode):
     """A mode in which `table[i]` works under vmap for a 0-d tensor i.
 
-    Without this mode PyTorch would read the number of i, and vmap would refuse that.
+    Without this mode PyTorch would convert i to a Python int, and vmap would refuse the conversion.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -57,7 +57,7 @@ class Replacement:
 
     @property
     def calls(self) -> int:
-        """The number of calls that `attn` answered in place of the built-in while this was on.
+        """The number of calls that attn answered instead of the built-in while this handle was on.
 
         The count covers the whole process. A compiled function counts when it is compiled, not when
         it runs. ``torch.nn.attention.varlen`` counts when it runs.
@@ -95,27 +95,27 @@ def replace_sdpa() -> Replacement:
     """Makes `attn` compute every ``F.scaled_dot_product_attention``, until the switch is off.
 
     The switch holds for the whole process: all threads, and processes that are forked from now on.
-    It also holds for names that were imported before, ``nn.MultiheadAttention``, libraries,
-    TorchScript, exported programs, and callers in C++. `docs/any-pytorch-code.md` lists what the
-    switch catches and what it does not. ``torch.nn.attention.varlen``, which torch has for GPUs
-    only, then runs on the CPU, too.
+    It also holds for names that were imported before the switch, ``nn.MultiheadAttention``,
+    libraries, TorchScript, exported programs, and callers in C++. `docs/any-pytorch-code.md` lists
+    what the switch catches and what it does not. ``torch.nn.attention.varlen``, which torch has for
+    GPUs only, then runs on the CPU, too.
 
     `attn` serves dense tensors of float64, float32, bfloat16 and float16, on the CPU, and on CUDA
     if the CUDA kernels were compiled and the GPU can run them (compute capability 8.0 or higher).
     Calls with other tensors go to the built-in, as without the switch. Wrong shapes, dtypes and
-    devices are errors as before, with the messages of :func:`torch_attn.sdpa`.
+    devices are errors, as without the switch, but with the messages of :func:`torch_attn.sdpa`.
     ``torch.nn.attention.sdpa_kernel`` chooses among the kernels of the built-in, and changes
     nothing here.
 
     Turning the switch on or off discards what ``torch.compile`` has compiled
     (:func:`torch.compiler.reset`). The next call compiles again, with the attention that is then in
-    use. The caches on disk keep both versions apart.
+    use. The caches on disk keep the code with and without the switch apart.
 
     Returns:
         A handle: `remove()` turns the switch off, and `calls` says how often `attn` was called. If
-        there are several handles, the switch turns off when the last of them is removed, in any
-        order. A handle that is dropped without `remove()` leaves the switch on.
-        :func:`restore_sdpa` turns the switch off without a handle.
+        there are several handles, the switch turns off when all of them are removed, in any order.
+        A handle that is dropped without `remove()` leaves the switch on. :func:`restore_sdpa` turns
+        the switch off without a handle.
 
     Raises:
         RuntimeError: the caller is a function that ``torch.compile`` compiles with
@@ -168,7 +168,7 @@ def restore_sdpa() -> None:
 
 @contextlib.contextmanager
 def replacing_sdpa() -> Iterator[Replacement]:
-    """Turns the switch on for a ``with`` block, or for a function that this decorates.
+    """Turns the switch on for a ``with`` block, or for a decorated function.
 
     See :func:`replace_sdpa`.
 
@@ -193,7 +193,7 @@ def replacing_sdpa() -> Iterator[Replacement]:
         yield handle
     finally:
         handle._take_back()
-    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # frames of contextlib
+    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # skips frames of contextlib
 
 
 def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None:
@@ -265,7 +265,7 @@ def _counts() -> tuple[int, int]:
 
 
 def _switch(change: int, removed: Replacement | None = None) -> None:
-    """Counts the switch up or down; the first "on" and the last "off" reset PyTorch's caches."""
+    """Counts the handles; the first "on" and the last "off" reset torch.compile."""
     if torch.compiler.is_dynamo_compiling():  # true only if this thread traces
         raise RuntimeError(
             "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
@@ -290,12 +290,12 @@ _mark_before: Any = None
 
 
 def _mark_caches(on: bool) -> None:
-    """Marks the keys under which compiled graphs are stored on disk, while the switch is on.
+    """While the switch is on, marks the keys under which compiled graphs are stored on disk.
 
-    Without the mark, a key would be the same with and without the switch, because it names only the
-    calls in a graph. From torch 2.13 on, the public setting for a mark holds for one thread only.
-    So this function sets the value that an environment variable would force, which holds for all
-    threads.
+    Without the mark, a key would be the same with and without the switch, because a key depends
+    only on the calls in a graph. From torch 2.13 on, the public setting for a mark holds for one
+    thread only. So this function sets the value that an environment variable would force. That
+    value holds for all threads.
     """
     global _mark_before
     config: Any = torch.compiler.config

@@ -1,19 +1,20 @@
 """Makes two tensor subclasses of PyTorch known to the operators.
 
 An operator sees the plain tensor inside of a subclass. If the subclass has its own
-``__torch_dispatch__``, the operator does not see the tensor at all. This is right for most
-subclasses, but not for
+``__torch_dispatch__``, the operator does not see the tensor at all. Both behaviours are right for
+most subclasses, but not for these two:
 
 - :class:`torch.nn.attention.bias.CausalBias`, which ``causal_upper_left`` and
-  ``causal_lower_right`` return. Its memory is uninitialised, because the mask is in its attributes.
-  Its ``__torch_function__`` knows only the built-in attention; this module adds the operators;
-- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``. It stores its sequences one
-  after another, like packed sequences. It knows only the built-in attention (on a CPU without
-  causality and options); this module adds the operators.
+  ``causal_lower_right`` return. The memory of a CausalBias is uninitialised, because its attributes
+  describe the mask. Its ``__torch_function__`` knows only the built-in attention; this module adds
+  the operators;
+- ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``. A NestedTensor stores its
+  sequences one after another, like packed sequences. It knows only the built-in attention (on a CPU
+  without causality and options); this module adds the operators.
 
 If a function is scripted, or transformed by :mod:`torch.func`, PyTorch unwraps a CausalBias among
-its arguments. Every attention, also the built-in, then reads the uninitialised memory. Such a
-function must take the bias from its enclosing scope, not as an argument.
+its arguments. Then every attention operator, including the built-in, reads the uninitialised
+memory. Such a function must take the bias from its enclosing scope, not as an argument.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _without_bias(
     query_offset: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """Returns the arguments with causality in place of a CausalBias, as the built-in does."""
+    """Replaces a CausalBias by causality, as the built-in does; returns the new arguments."""
     from torch.nn.attention.bias import CausalBias, CausalVariant
 
     call = {"query": query, "key": key, **others}
@@ -157,7 +158,7 @@ def _instead(nested: str) -> str:
 def _why_not_jagged(
     query: Any, key: Any, value: Any, attn_mask: Any = None, **others: Any
 ) -> str | None:
-    """Returns why a call with a jagged tensor is no attention of packed sequences, or None."""
+    """Returns why a call with a jagged tensor cannot run as packed sequences, or None if it can."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
     inputs = {"query": query, "key": key, "value": value}
@@ -196,7 +197,7 @@ def _why_not_jagged(
 def _same_places(key: Any, value: Any) -> bool:
     """Returns whether each sequence begins and ends at the same row in both tensors."""
     if key.lengths() is None and value.lengths() is None and key.shape[-2] == value.shape[-2]:
-        return True  # both have the same offsets tensor; a graph knows no more than that
+        return True  # both have the same offsets; a traced graph can compare no more than this
     places = [torch.cat(_with_gaps(tensor)) for tensor in (key, value)]
     return torch.equal(*places)
 
@@ -261,7 +262,7 @@ def _attend_jagged(
 
 
 def _with_gaps(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Returns where each sequence, and the gap before it, begins and ends; and the lengths."""
+    """Returns the bounds of each sequence and of the gap before it, and the sequences' lengths."""
     starts = tensor.offsets()
     lengths = starts.diff() if tensor.lengths() is None else tensor.lengths()
     starts = starts[:-1]

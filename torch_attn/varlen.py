@@ -52,9 +52,9 @@ def varlen_attn(
     It takes the arguments of :func:`torch.nn.attention.varlen.varlen_attn` and replaces that
     function. It also runs on a CPU, in every floating dtype and with any head size. It also takes
     the options of :func:`torch_attn.sdpa`, which mean the same here. Sequence n has the queries
-    ``cu_seq_q[n] ... cu_seq_q[n + 1] - 1``, and `cu_seq_k` gives its keys likewise. A sequence
-    attends to its own keys only. The last query of a sequence is at the position of its last key
-    (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
+    ``cu_seq_q[n] ... cu_seq_q[n + 1] - 1``, and `cu_seq_k` gives the keys of sequence n in the same
+    way. A sequence attends to its own keys only. The last query of a sequence is at the position of
+    its last key (lower right alignment, as in flash-attn), unless `query_offset` says otherwise.
 
     Shapes: N sequences have T_q queries and T_k keys together; any sequence may be empty.
 
@@ -67,31 +67,33 @@ def varlen_attn(
             than the last end; rows of the output after the last end are 0.
         cu_seq_k: as `cu_seq_q`, for the keys. It may be None only with a `block_table`.
         max_q: at least the number of queries of the longest sequence. It changes no result.
-        max_k: at least the number of keys of the longest sequence. It is the last size of
-            `attn_mask`.
+        max_k: at least the number of keys of the longest sequence. The last dimension of
+            `attn_mask` has this size.
         return_aux: ``AuxRequest(lse=True)`` asks for the logsumexp, too.
         scale: factor of the scores; None means ``1 / sqrt(E)``.
         window_size: (left, right), how many keys a query sees to the left and right of its own
             position; -1 is all. (-1, 0) is causality.
         enable_gqa: allows Hk and Hv to be divisors of Hq.
         seqused_k: int32 or int64 ``[N]``, how many keys of each sequence are in use. The kernel
-            does not read further keys.
+            does not read the other keys.
         block_table: int32 or int64 ``[N, most pages]``: the pages of the pool that hold the keys
-            and values of each sequence, in order. Sequences may share pages. The table needs
-            `seqused_k`. With a table there are no derivatives. Entries behind the last page in use
-            are not read.
-        num_splits: is accepted and changes nothing. A sequence has the same bits with any other
-            sequences in the call (see below).
+            and values of each sequence, in order. Sequences may share pages. A call with a table
+            must also give `seqused_k`, and has no derivatives. The kernel does not read the table's
+            entries after the last page in use.
+        num_splits: is accepted and changes nothing. The results of a sequence have the same bits,
+            whatever other sequences are in the call (see below).
         alibi_slopes, sinks: ``[Hq]``, as for :func:`torch_attn.sdpa`. Arguments without a line here
             are also as for :func:`torch_attn.sdpa`.
         query_offset: the position of each sequence's first query among its keys: integers ``[N]``,
-            or an int for all. None is the number of keys in use minus the number of queries.
+            or one int for all sequences. None is the number of keys in use minus the number of
+            queries.
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the
             keys of its own sequence. Differentiable.
 
         key_scale, value_scale: float32, of a key or value in int8 or float8_e4m3fn, as for
-            :func:`torch_attn.sdpa`. They broadcast to ``[T_k, Hk]``, or beside a `block_table` to
-            ``[pages, page_size, Hk]``.
+            :func:`torch_attn.sdpa`. key_scale broadcasts to ``[T_k, Hk]``, or with a `block_table`
+            to ``[pages, page_size, Hk]``. value_scale broadcasts to the same shape with Hv in place
+            of Hk.
 
     Returns:
         ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux`, the pair of this output and the
@@ -101,15 +103,16 @@ def varlen_attn(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages
             are out of range. The message names the argument, its value and what is allowed. The
-            kernel does not run then. On a GPU, starts, lengths and pages are clamped instead,
-            because checking them would synchronise. So the kernel reads and writes nothing outside
-            of the tensors.
+            operator raises this error before the kernel runs. On a GPU, starts, lengths and pages
+            are clamped instead, because checking them would synchronise. So the kernel reads and
+            writes nothing outside of the tensors.
         TypeError, ValueError: as for :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
     dropout, output and gradients of a sequence have the bits of a call with this sequence alone,
     ``sdpa(..., query_offset=S - L)``. On a GPU this holds only within :func:`torch_attn.invariant`.
-    In half types on a GPU, the heads in both calls must also begin at multiples of 16 bytes.
+    In half types on a GPU, the heads in both calls must also begin at addresses that are multiples
+    of 16.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])
@@ -134,7 +137,7 @@ def varlen_attn(
     _check_whole("max_q", max_q)
     _check_whole("max_k", max_k)
     offset = _integers("query_offset", query_offset, query)
-    if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator says so
+    if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator raises
         offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
@@ -177,14 +180,15 @@ def varlen_attn_out(
     """Computes :func:`varlen_attn` and writes the output into a given tensor, without derivatives.
 
     Args:
-        out: a tensor of the output's shape, dtype and device, with any strides. It is overwritten.
+        out: a tensor of the output's shape, dtype and device, with any strides. The function
+            overwrites it.
         options: the other options of :func:`varlen_attn`.
 
     Returns:
         `out` or, if `return_aux` asks for it, the pair of `out` and the logsumexp.
 
     Raises:
-        RuntimeError: as :func:`varlen_attn`, or `out` does not fit. Nothing is written then.
+        RuntimeError: :func:`varlen_attn` raises it, or `out` does not fit. Then `out` is unchanged.
 
     Example:
         >>> query, key, value = torch.randn(3, 10, 8, 64)

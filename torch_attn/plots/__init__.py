@@ -1,4 +1,4 @@
-"""Pictures of attention, drawn with matplotlib: the extra ``lesson``.
+"""Pictures of attention, drawn with matplotlib. The extra ``lesson`` installs it.
 
 This example writes a picture of a matrix of weights to a file::
 

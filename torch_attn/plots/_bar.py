@@ -32,10 +32,10 @@ def style_bar(bar: Colorbar, label: str) -> None:
 
 
 def add_bar_within(ax: Axes, mappable: ScalarMappable, label: str) -> tuple[float, float]:
-    """Adds a bar below the axes. Returns the size, in points, that is left to the axes.
+    """Adds a bar below the axes. Returns the size, in points, that remains for the axes.
 
-    At every draw, the axes, the bar and the labels of both fit into the box that the axes alone had
-    before, whatever the size of the labels.
+    At every draw, the axes, the bar and all their labels fit into the box that the axes had before,
+    whatever the size of the labels.
     """
     place = _Place(ax)
     root: Any = ax.get_figure(root=True)
@@ -68,7 +68,7 @@ class _Place:
         return self._ax.get_subplotspec()
 
     def of_axes(self, renderer: Any) -> Bbox:
-        """The axes' own box in pixels: the original box less the labels and the bar."""
+        """The axes' own box in pixels: the original box without the labels and the bar."""
         whole = self._whole(renderer)
         bar = renderer.points_to_pixels(_GAP + _THICK)
         below = _below(self._ax, renderer) + (_below(self.bar, renderer) + bar)

@@ -24,7 +24,7 @@ from torch_attn.plots._style import (
 )
 
 _WIDEST = 5.0  # width of an edge of weight 1, in points
-_UPRIGHT = 10  # names are horizontal in a ring of up to 10 tokens, else point outwards
+_UPRIGHT = 10  # names are horizontal in a ring of up to 10 tokens, else they point outwards
 
 
 def graph(
@@ -89,7 +89,7 @@ def _columns(
 ) -> None:
     rows = max(len(receivers), len(senders))
     palette = colors(len(senders))
-    # Both columns go from top to bottom, and are equally high.
+    # Both columns go from top to bottom, and have the same height.
     counts = len(senders), len(receivers)
     lefts, rights = (rows / 2 - (np.arange(n) + 0.5) * rows / n for n in counts)
     for i, j in _edges(values, least):
@@ -118,7 +118,7 @@ def _ring(ax: Any, values: Array, receivers: list[str], senders: list[str], leas
     radial = count > _UPRIGHT
     # Labels start outside the loops, and the longest label ends within the axes.
     apart = 1.26 if (np.diag(values) >= least).any() else 1.12
-    half = 0.6 * min(size_in_points(ax))  # the axes become wider: they show no ticks
+    half = 0.6 * min(size_in_points(ax))  # the axes become wider, because they show no ticks
     longest = min(0.6 * font(0.85) * max(map(len, senders)), 0.6 * half)
     reach = apart * half / (half - longest)
     for i, j in _edges(values, least):

@@ -26,8 +26,8 @@ class Labels(Artist):
     their `zorder`. This artist has the least `zorder`, so it places labels before matplotlib draws
     the labels.
 
-    Labels are placed in the order given, each at the cheapest place near its point. A label is left
-    out if every place would cover another label or leave the axes.
+    Labels are placed one after another, bold labels first, each at the cheapest place near its
+    point. A label is left out if every place would cover another label or leave the axes.
 
     Args:
         ax: the axes.
@@ -122,8 +122,9 @@ class Labels(Artist):
     def _cheapest(self, boxes: Array, cost: Array, covered: Array, point: float) -> int:
         """The index of the cheapest of the boxes `[C, 4]`, with a penalty for covered points.
 
-        `covered` is `[M, 2]`, sorted by its first coordinate. Penalties are never negative. So the
-        search starts at the lowest cost and stops when no remaining box can be cheaper.
+        `covered` is `[M, 2]`, sorted by its first coordinate. The search tries the boxes in the
+        order of `cost`. It stops when `cost` alone reaches the least total so far, because
+        penalties are never negative.
         """
         reach = self._radius * point
         low, high = boxes[:, 1].min() - reach, boxes[:, 3].max() + reach
@@ -152,7 +153,7 @@ class Labels(Artist):
 
 
 def _overlaps(a: Array, b: Array) -> Any:
-    """Whether boxes a `[N, 4]` and b `[M, 4]` overlap, pair by pair: `[N, M]`."""
+    """Whether each box of a `[N, 4]` overlaps each box of b `[M, 4]`: `[N, M]`."""
     apart = (a[:, None, :2] >= b[None, :, 2:]) | (b[None, :, :2] >= a[:, None, 2:])
     return ~apart.any(-1)
 
@@ -162,6 +163,6 @@ def _outside(boxes: Array, frame: Any) -> Any:
 
 
 def _distances(boxes: Array, points: Array) -> Any:
-    """Distances from boxes `[N, 4]` to points `[M, 2]`, 0 inside: `[N, M]`."""
+    """Distances from boxes `[N, 4]` to points `[M, 2]`, 0 for points inside: `[N, M]`."""
     beside = np.maximum(boxes[:, None, :2] - points, points - boxes[:, None, 2:])
     return np.linalg.norm(np.maximum(beside, 0), axis=-1)

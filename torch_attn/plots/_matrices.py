@@ -43,8 +43,8 @@ def heatmap(
 ) -> Figure:
     """A heat map of weights or scores: rows are queries, columns are keys.
 
-    Cells of -inf (masked scores) are hatched. Cells of NaN or +inf are crossed. The picture then
-    says so.
+    Cells of -inf (masked scores) are hatched. Cells of NaN or +inf are crossed. A note below the
+    axes explains each mark.
 
     Args:
         matrix: ``[L, S]``.
@@ -55,12 +55,12 @@ def heatmap(
             else "score".
         digits: decimals of the numbers in the cells. None: two if they fit, otherwise no numbers.
             Negative: no numbers.
-        vmin: the value of the first colour. "auto": 0, or the least value if it is negative. None:
-            the least value.
+        vmin: the value of the first colour. "auto": 0, or the least value if that value is
+            negative. None: the least value.
         vmax: the value of the last colour; None: the largest value.
-        center: the value of the middle colour of a two-sided colour map. Both sides reach equally
-            far, to `vmin` or `vmax`, whichever is farther. By default `vmin` and `vmax` are the
-            least and the largest value.
+        center: the value of the middle colour of a diverging colour map. The map reaches equally
+            far below and above `center`, to `vmin` or `vmax`, whichever is farther. With `center`,
+            the defaults of `vmin` and `vmax` are the least and the largest value.
         ax: where to draw; None makes a figure.
 
     Example:
@@ -122,8 +122,8 @@ def heads(
         columns: how many heat maps stand side by side, at least 1.
         title: over the picture.
         vmax: the value of the last colour. None: the largest weight of the queries that attend to
-            more than one key, because a lone key has weight 1. The first colour is 0, or the least
-            number if it is negative.
+            more than one key, because a lone key has weight 1. The value of the first colour is 0,
+            or the least number if that number is negative.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 6, 8)
@@ -221,7 +221,7 @@ def _scale(
 
 
 def _kind(values: Array) -> str:
-    """Guesses what the numbers are from their range. Half-type weights may round above 1."""
+    """Guesses what the numbers are from their range. Half types may round a weight above 1."""
     known = values[~np.isnan(values)]
     return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 
@@ -275,8 +275,8 @@ def _write(
         if digits is None:
             return
         size = font(0.6)
-    # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance. At 0.18 black and
-    # white text have the same contrast.
+    # Relative luminance, https://www.w3.org/TR/WCAG21/#dfn-relative-luminance. At a luminance of
+    # 0.18, black and white text have the same contrast.
     rgb = scale.to_rgba(values)[..., :3]
     linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
     colors = np.where(linear @ (0.2126, 0.7152, 0.0722) > 0.18, "black", "white")

@@ -135,7 +135,7 @@ def tsne(
     Args:
         query: ``[L, E]``, drawn as triangles.
         key: ``[S, E]``, drawn as circles.
-        queries: L tokens; None: their indices. Equal tokens have one colour.
+        queries: L tokens; None: their indices. Equal tokens have the same colour.
         keys: S tokens; None: the queries' tokens if L = S, else the keys' indices.
         perplexity: roughly how many neighbours each vector has, positive and below L + S.
         metric: the distance between vectors: "cosine", "euclidean", "manhattan" or "chebyshev".
@@ -246,9 +246,10 @@ def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
 
 
 def _comparable(query: Array, key: Array, metric: str) -> Array:
-    """Checks query and key; returns both, scaled to -1 to 1 so that float32 holds their squares.
+    """Checks query and key; returns both, divided so that float32 can hold their squares.
 
-    All numbers are divided by the same power of two. This is exact and keeps ratios of distances.
+    All numbers are divided by the same power of two, and lie between -1 and 1 afterwards. This
+    division is exact and keeps ratios of distances.
     """
     for argument, vectors in (("query", query), ("key", key)):
         if not np.isfinite(vectors).all():

@@ -45,7 +45,7 @@ def tensor_of(function: str, argument: str, values: Any, shape: str) -> torch.Te
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        # A list with rows of different lengths has the right type, so it is a ValueError.
+        # A list with rows of different lengths has the right type, so the error is a ValueError.
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(
             f"plots.{function}: {argument} is {reprlib.repr(values)}; it must be real numbers of "
@@ -98,7 +98,7 @@ def muted() -> Any:
 
 
 def colors(count: int) -> list[str]:
-    """`count` distinct colours: of the palette if it has enough, else steps along a colour map."""
+    """`count` distinct colours: from the palette if it is large enough, else from a colour map."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     # Viridis's dark end vanishes on a dark page, and its light end on a white page.
@@ -132,7 +132,7 @@ def axes_of(
 
 
 def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
-    """Adds a legend within `ax`, or below the figure, where it covers nothing, if `ax` is None.
+    """Adds a legend within `ax`. If `ax` is None, adds it below the axes, where it covers nothing.
 
     The legend lists all other labelled artists of the axes first, then `ours`.
     """
@@ -152,7 +152,7 @@ def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
 
 
 def set_title(figure: Figure, ax: Axes | None, title: str | None) -> None:
-    """Sets a title over `ax`, or, if `ax` is None, over the whole figure, which is wider."""
+    """Sets a title over `ax`. If `ax` is None, sets it over the whole figure, which is wider."""
     if title is not None and ax is not None:
         ax.set_title(plain(title))
     elif title is not None:
