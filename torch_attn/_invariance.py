@@ -1,4 +1,4 @@
-"""The switch for results whose bits depend only on a query and the keys that it sees."""
+"""The switch that makes the bits of a row depend only on its query and the keys that it sees."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def invariant() -> Iterator[None]:
 
     Decoding becomes slower, because it uses the kernel for calls with many queries and does not
     split the keys of a sequence among threads. docs/performance.md has the figures. The switch does
-    not change other layers of a model: a matrix product of PyTorch has other bits for another
-    number of rows.
+    not change other layers of a model: a matrix product of PyTorch still has different bits for a
+    different number of rows.
 
     Raises:
         RuntimeError: the switch is entered in a function that :func:`torch.compile` compiles with
