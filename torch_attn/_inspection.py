@@ -20,7 +20,8 @@ class Layer:
 
     Attributes:
         name: the name of the calling module, as in ``model.named_modules()``; "" is the model.
-        call: how often that module had called attention before: 0 unless layers share a module.
+        call: how often that module had called attention before this call; 0 unless layers share a
+            module.
         is_cross: whether keys and queries come from different sequences, as far as the module's
             arguments show it. A :class:`torch.nn.MultiheadAttention` shows it by a query and a key
             of different shapes or values. Another module shows it by an argument

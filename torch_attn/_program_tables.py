@@ -1,8 +1,8 @@
 """Computes `table[index]` in a score_mod or mask_mod; the table is a captured or computed tensor.
 
-If the index does not depend on query and key at once, PyTorch looks up the numbers for all rows,
-keys or distances, as a vector. Otherwise the kernels read the tensor in place, as a view of all
-pairs or as a table.
+If the index does not depend on both query and key, PyTorch looks up the numbers for all rows, keys
+or distances, as a vector. Otherwise the kernels read the tensor in place, as a view of all pairs or
+as a table.
 """
 
 from __future__ import annotations

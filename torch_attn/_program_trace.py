@@ -2,7 +2,7 @@
 
 The functions of FlexAttention take single numbers: `score_mod(score, b, h, q_idx, kv_idx)`.
 `Tracer` calls each function once, with 0-d tensors. `Tracer` is a TorchFunctionMode, so it sees
-every call of PyTorch. If a value does not depend on query and key at once, PyTorch's own operation
+every call of PyTorch. If a value does not depend on both query and key, PyTorch's own operation
 computes it on a vector over the rows, the keys or the distances i - j. Any operation is allowed
 there, and autograd records it. If a value depends on both, `Tracer` writes the operation into a
 list (`_program_list.py`), which the kernels run inside their tiles.
