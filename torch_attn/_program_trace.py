@@ -285,7 +285,10 @@ class Tracer(TorchFunctionMode):
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
-        """Returns the Value of a form, or None if it does not depend on i, j or i - j alone."""
+        """Returns the Value of a form.
+
+        Returns None if the form depends on i and j, but not on i - j alone.
+        """
         a, b, c = affine
         if a and b and a + b:
             return None

@@ -43,9 +43,11 @@ __all__ = ["register", "register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Calls :func:`register` when ``torch.distributed.tensor`` is imported, or at once if it is.
+    """Calls :func:`register` when ``torch.distributed.tensor`` is imported.
 
-    Importing that module takes half as long as importing torch, and most programs do not need it.
+    If that module is imported already, the call happens at once. Importing the module takes half as
+    long as importing torch, and most programs do not need it.
+
     """
     when_imported("torch.distributed.tensor", register)
     _torchs_context.register_when_imported()
@@ -91,7 +93,7 @@ _WHY_NO_RING = {
 
 
 def _kind(name: str) -> str:
-    """Returns a name without "grad_" or "tangent_" before it; returns other names unchanged."""
+    """Removes the prefix "grad_" or "tangent_" from a name, if the name has one."""
     return name.removeprefix("tangent_").removeprefix("grad_")
 
 
@@ -151,7 +153,7 @@ class _Sharded:
         return None if dim is None else self._cut_with(name, dim)
 
     def _cut_with(self, name: str, dim: int) -> int | None:
-        """Returns which dimension of an argument or a result is cut where the output's `dim` is."""
+        """Returns the dimension of an argument or a result that belongs to the output's `dim`."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
             is_empty = tensor is not None and _is_empty(kind, tensor)

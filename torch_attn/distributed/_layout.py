@@ -17,7 +17,7 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Returns either the tensor arguments of an operator or all its others, as name -> default."""
+    """Returns an operator's tensor arguments, or all other arguments, as name -> default."""
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
@@ -99,7 +99,7 @@ class Call:
     whole_queries: bool = False  # each process has all queries, and its own keys
 
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
-        """Returns the options of a call over only these rows and keys, which it numbers from 0."""
+        """Returns the options of a call over only these rows and keys, both numbered from 0."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
         offset, window = self._nearer

@@ -178,7 +178,7 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Returns the gradients, not in half types. Slopes and sinks get this process's share."""
+    """Returns the gradients in float32 or float64. Slopes and sinks get this process's share."""
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (
