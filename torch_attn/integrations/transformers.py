@@ -85,10 +85,10 @@ def register(name: str = "attn") -> str:
       are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
       MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of :func:`calls`
       does not grow, and `model.set_attn_implementation(name)` logs a warning.
-    - Others look up the implementation in a table of their own. They raise KeyError: 'attn' if they
-      are made with `attn_implementation="attn"`: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL
-      Hybrid, Falcon, GIT, GPT-J (until transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and
-      UnlimitedOCR. Make these models without `attn_implementation`.
+    - Others look up the implementation in a table of their own, and raise KeyError: 'attn' if they
+      are made with `attn_implementation="attn"`. Make these models without it: Bark,
+      Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until transformers
+      5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
 
     Returns:
         `name`.
@@ -328,8 +328,8 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
-# These include the operator's own options, because transformers lacks these options or has other
-# names for them.
+# The arguments that `attention_forward` refuses. These include the operator's own options, because
+# transformers lacks such options or has other names for them.
 _REFUSED = {
     option.name: option.name
     for option in torch.ops.attn.attention.default._schema.arguments
