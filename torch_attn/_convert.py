@@ -113,9 +113,9 @@ def unconvert(model: nn.Module) -> Converted:
 
     This undoes :func:`convert`. Each module stays the same object, with its present parameters, and
     nothing of this package stays in it. So the model can be scripted. It can also be exported, or
-    saved whole, for a place without torch_attn. Modules that were made as
-    :class:`torch_attn.nn.MultiheadAttention` are swapped too, if torch's module can do the same.
-    A module that appears in several places is listed once.
+    saved whole, for a machine without torch_attn. Modules that were made as
+    :class:`torch_attn.nn.MultiheadAttention` are swapped too, if torch's module can do the same. A
+    module that appears in several places is listed once.
 
     Args:
         model: changed in place.

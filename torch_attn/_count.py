@@ -1,4 +1,4 @@
-"""Counts how often existing models call `attn`, for each way by which they reach it."""
+"""Counts how often existing models call `attn`, separately for each way of calling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count(way: str) -> None:
 def counter(way: str) -> Callable[[], None]:
     """Returns a function that counts a call, also while a graph is traced.
 
-    The graph does not contain the count. Making the function imports ``torch._dynamo``, which takes
+    The graph does not contain the count. A call of `counter` imports ``torch._dynamo``, which takes
     seconds.
     """
 
@@ -35,12 +35,12 @@ def counter(way: str) -> Callable[[], None]:
 
 
 def calls() -> dict[str, int]:
-    """Returns how often models have called `attn` in this process, for each way by which they do.
+    """Returns how often models have called `attn` in this process, for each way of calling.
 
     If a number grows while a model runs, the model uses `attn`. The layers of a compiled model
-    (:func:`torch.compile`, :func:`torch.export.export`) are counted when it is compiled, and not
-    when it runs. In a compiled model, layers of MultiheadAttention are not counted. Direct calls of
-    :func:`torch_attn.sdpa` are not counted.
+    (:func:`torch.compile`, :func:`torch.export.export`) are counted when the model is compiled, and
+    not when it runs. In a compiled model, layers of MultiheadAttention are not counted. Direct
+    calls of :func:`torch_attn.sdpa` are not counted.
 
     Returns:
         "built-in": the calls of ``F.scaled_dot_product_attention`` that `attn` answered while

@@ -47,9 +47,9 @@ def inspect(
     The model computes as always, with its usual gradients. The captured numbers are computed
     separately and have no gradients. Three things differ, and change the output by rounding at
     most. In evaluation, PyTorch does not take its shortcuts around modules. Models of transformers
-    compute with :func:`torch_attn.sdpa` in this call, unless they use "sdpa" or attn anyway. Code
-    that ``torch.compile`` has compiled runs uncompiled. After the call, even if it raises, the
-    model is as before.
+    that use neither "sdpa" nor attn compute with :func:`torch_attn.sdpa` in this call. Code that
+    ``torch.compile`` has compiled runs uncompiled. After the call, even if it raises, the model is
+    as before.
 
     Args:
         model: any module.
@@ -65,15 +65,15 @@ def inspect(
 
     Returns:
         An :class:`Inspection`: the model's output, and a :class:`Layer` for each call of attention,
-        in the order of the calls. ``print`` shows it as a table. Queries ``[H, L, E]`` count as a
-        batch of one. All dimensions before the head belong to the batch.
+        in the order of the calls. ``print`` shows the inspection as a table. Queries ``[H, L, E]``
+        count as a batch of one. All dimensions before the head belong to the batch.
 
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
         TypeError: `model` is no module, or `saturated_above` is no number.
-        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers needs
-            attention that the operator does not compute, such as keys that an indexer chooses, and
-            its implementation of attention is one that cannot be seen.
+        ValueError: `saturated_above` is not from 0 to 1; or `inspect` cannot see a transformers
+            model's implementation of attention, and the model needs attention that the operator
+            does not compute, such as keys that an indexer chooses.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -298,12 +298,12 @@ class _Recorder(TorchFunctionMode):
 
 
 def _batched(x: Tensor, own: int) -> Tensor:
-    """Reshapes to [B, H, ...]: `own` dimensions follow H, and B merges all dimensions before H."""
+    """Reshapes to [B, H, ...] with `own` dimensions after H. B merges all dimensions before H."""
     heads = x.size(-own - 1) if x.dim() > own else 1
     return x.reshape(math.prod(x.shape[: -own - 1]), heads, *x.shape[-own:])
 
 
-_SCALES = {"key_scale", "value_scale"}  # which statistics do not take
+_SCALES = {"key_scale", "value_scale"}  # arguments that the statistics do not take
 
 
 def _problem(attention: _Attention) -> str | None:
@@ -350,7 +350,7 @@ def _visible_keys(attention: _Attention) -> Tensor:
     options, is_causal = attention.options, attention.is_causal
     offset, lengths = options.get("query_offset"), options.get("key_lengths")
     if isinstance(mask, CausalBias):
-        # Lower right: the last query is at the position of the last key.
+        # LOWER_RIGHT puts the last query at the position of the last key.
         offset = torch.tensor(S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0)
         mask, is_causal = None, True
 

@@ -20,7 +20,8 @@ class Layer:
 
     Attributes:
         name: the name of the calling module, as in ``model.named_modules()``; "" is the model.
-        call: how often that module had called attention before: 0 unless layers share a module.
+        call: how often that module had called attention before this call; 0 unless layers share a
+            module.
         is_cross: whether keys and queries come from different sequences, as far as the module's
             arguments show it. A :class:`torch.nn.MultiheadAttention` shows it by a query and a key
             of different shapes or values. Another module shows it by an argument
@@ -147,10 +148,10 @@ class Inspection:
         return _weights(layer for layer in self.layers if layer.is_cross)
 
     def table(self) -> str:
-        """Returns a table with a line per head: means and extremes over batch and queries, notes.
+        """Returns a table with a line for each head: means and extremes over batch and queries.
 
-        The column "entropy" gives the mean entropy in nats and, in brackets, as a share of the
-        largest possible entropy. A note points to what may be wrong:
+        The column "entropy" gives the mean entropy in nats and, in brackets, its share of the
+        largest possible entropy. A note at the end of a line points to what may be wrong:
 
         - NaN or infinity: a score is not finite, so gradients will not be finite;
         - saturated: for more than half of the queries that see two or more keys, the largest weight
@@ -209,7 +210,8 @@ def _rows(layer: Layer) -> Iterator[tuple[str, ...]]:
     parts = layer.entropy / layer.visible_keys.clamp(min=2).log()
     received = layer.received_weight.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     shares = layer.received_weight / received[..., None]
-    # With S = 0, max() would raise. No query sees a key then, so the loop does not read these.
+    # With S = 0, max() would raise. No query sees a key then, so the loop below does not read
+    # `share` and `keys`.
     share, keys = shares.max(-1) if shares.size(-1) else (received, received)
     for head in range(layer.query.size(1)):
         at = sees[:, head]

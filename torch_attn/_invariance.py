@@ -1,4 +1,4 @@
-"""The switch for results whose bits depend only on a query and the keys that it sees."""
+"""The switch that makes the bits of a row depend only on its query and the keys that it sees."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["invariant"]
 def invariant() -> Iterator[None]:
     """Gives the same bits whether a sequence is computed as a whole, in chunks or token by token.
 
-    The switch is on in a ``with`` block, or in a function that it decorates. Then the bits of a row
-    do not depend on how many queries a call has, or on whether autograd records the call. So a
-    model that was trained on whole sequences computes the same numbers from the same keys while it
-    generates.
+    The switch is on in a ``with`` block, or in a function that it decorates. While it is on, the
+    bits of a row do not depend on how many queries a call has, or on whether autograd records the
+    call. So a model that was trained on whole sequences computes the same numbers from the same
+    keys while it generates.
 
     On a CPU, the bits of a row never depend on the other entries of a batch, on how sequences are
     packed, or on the number of threads. On a GPU this holds only while the switch is on, because
@@ -28,12 +28,12 @@ def invariant() -> Iterator[None]:
 
     Decoding becomes slower, because it uses the kernel for calls with many queries and does not
     split the keys of a sequence among threads. docs/performance.md has the figures. The switch does
-    not change other layers of a model: a matrix product of PyTorch has other bits for another
-    number of rows.
+    not change other layers of a model: a matrix product of PyTorch still has different bits for a
+    different number of rows.
 
     Raises:
         RuntimeError: the switch is entered in a function that :func:`torch.compile` compiles with
-            ``fullgraph=True``, because the graph has to break there. Enter the switch around the
+            ``fullgraph=True``. The graph would have to break there. Enter the switch around the
             call of that function.
 
     Do not decorate a generator function or a coroutine, because its body runs after the decorated

@@ -39,10 +39,10 @@ class PagedCache:
     sequence. A page is free again when the last sequence that uses it is freed. There is no
     scheduler: the caller decides which sequences grow and which are freed.
 
-    The layers of a model share one table of pages: page p of a sequence is page p in each layer's
-    pool. Each layer appends its own keys and values, at its own time. So the layers have different
-    numbers of keys until all layers have appended. The first layer that needs a page takes it for
-    all layers.
+    The layers of a model share one table of pages: a sequence has the same page numbers in the
+    pools of all layers. Each layer appends its own keys and values, at its own time. So the layers
+    have different numbers of keys until all layers have appended. The first layer that needs a page
+    takes it for all layers.
 
     The cache copies keys and values into the pool as numbers. It passes on no derivatives, so
     :meth:`attend` refuses a query that requires a gradient. Generate under :func:`torch.no_grad`.
@@ -55,22 +55,23 @@ class PagedCache:
         value_heads, value_dim: Hv and Ev, the same for values; None takes Hk or E.
         layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default. With int8 or
-            float8_e4m3fn, the cache rounds what is appended (:func:`torch_attn.quantize_kv`), and
-            the pool is on a CPU.
+            float8_e4m3fn, the cache rounds new keys and values (:func:`torch_attn.quantize_kv`),
+            and the pool must be on a CPU.
         device: the device of the pool; None is torch's default.
 
     Attributes:
         key: the pool of keys, ``[layers, pages, page_size, Hk, E]``; :func:`varlen_attn` takes
             ``key[layer]``. Rows after the end of a sequence are undefined.
         value: the pool of values, ``[layers, pages, page_size, Hv, Ev]``.
-        key_scale, value_scale: of a pool of 8 bits, float32, ``[layers, pages, page_size, Hk]`` and
-            ``[layers, pages, page_size, Hv]``; else None.
+        key_scale, value_scale: the scales of a pool of 8 bits, float32,
+            ``[layers, pages, page_size, Hk]`` and ``[layers, pages, page_size, Hv]``; None for
+            other pools.
 
     Raises:
         ValueError: a size is not a positive integer, or the dtype is not one of the six. Methods
-            raise it for shapes, dtypes or devices that do not fit, and for a handle that is unknown
-            or has been freed. The message names the argument, its value and what is allowed. The
-            cache is then unchanged.
+            raise ValueError for shapes, dtypes or devices that do not fit, and for a handle that is
+            unknown or has been freed. The message names the argument, its value and what is
+            allowed. The cache is then unchanged.
         TypeError: a method got keys or values that are no tensors.
         RuntimeError: :meth:`append` needs more pages than are free.
 
@@ -151,8 +152,9 @@ class PagedCache:
     def fork(self, handle: int, length: int | None = None) -> int:
         """Returns the handle of a new sequence that shares the beginning of another sequence.
 
-        The two share the pages of that beginning, so the new sequence takes no free page. To remove
-        tokens from the end of a sequence, fork the tokens to keep, and free the old sequence.
+        The two sequences share the pages of that beginning, so the new sequence takes no free page.
+        To remove tokens from the end of a sequence, fork the tokens to keep, and free the old
+        sequence.
 
         Args:
             handle: the handle of the other sequence, which does not change.
@@ -181,8 +183,8 @@ class PagedCache:
     ) -> None:
         """Appends new keys and values to each sequence of a batch.
 
-        If the free pages do not suffice, or an argument is wrong, it raises an error and changes
-        nothing.
+        If the free pages do not suffice, or an argument is wrong, the method raises an error and
+        changes nothing.
 
         Args:
             handles: the handles of the N sequences, each once.
@@ -191,9 +193,9 @@ class PagedCache:
                 float32, bfloat16 and float16, without NaN and infinities.
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's new keys, as
-                :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last end
-                are not stored. The cache reads `cu_seq`, which synchronises if `cu_seq` is on a
-                GPU. It may be on the CPU instead.
+                :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last
+                sequence are not stored. The cache reads `cu_seq`. This synchronises if `cu_seq` is
+                on a GPU, so `cu_seq` may be on the CPU instead.
             layer: the layer of these keys and values.
         """
         handles = list(handles)
@@ -213,11 +215,12 @@ class PagedCache:
         new = [x.detach()[: starts[-1]] for x in (key, value)]
         if self.key.dtype in MOST:
             new = [part for x in new for part in quantize_kv(x, self.key.dtype)]
-        # Plans the new tables first, and changes the cache only when no error is possible any more.
-        # New pages come from the end of `_free`. `left` counts how many sequences leave a shared
-        # page, because they get a copy of it. The last sequence that uses a shared page writes into
-        # the page itself. The longest sequence is planned last, because its new rows come after the
-        # rows of all other sequences.
+        # Plans the new tables before it changes the cache, so that an error leaves the cache
+        # unchanged. New pages come from the end of `_free`. `left` counts how many sequences leave
+        # a shared page, because they get a copy of the page. If one sequence remains on the page,
+        # this sequence writes into the page itself. The longest sequence is planned last. So it is
+        # the one that remains, and its new rows come after the rows of all other sequences on the
+        # page.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
         slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool
@@ -286,7 +289,7 @@ class PagedCache:
         """Computes attention of new queries over all keys of their sequences, by `varlen_attn`.
 
         The last query of a sequence is at the position of its last key. Attention is causal unless
-        `window_size` says otherwise. One call may combine whole prompts, chunks of them, single
+        `window_size` says otherwise. One call may combine whole prompts, chunks of prompts, single
         tokens and forks: `cu_seq_q` gives the number of queries of each sequence.
 
         Args:
@@ -294,8 +297,8 @@ class PagedCache:
             handles: the handles of the N sequences.
             cu_seq_q: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's queries.
             layer: the layer whose keys and values the queries attend to.
-            max_q: at least the largest number of queries of a sequence. With None the cache reads
-                it from `cu_seq_q`, which synchronises with a GPU.
+            max_q: at least the largest number of queries of a sequence. If it is None, the cache
+                reads this number from `cu_seq_q`, which synchronises with a GPU.
             options: the other options of :func:`varlen_attn`.
 
         Returns:
@@ -345,9 +348,9 @@ class PagedCache:
         """
         device, kept = self.key.device, self._copies.get(name)
         on_cuda = device.type == "cuda"
-        # A stream does not read the copy of another stream, because the work of two streams has no
-        # order. A graph may read any earlier copy, because a capture begins when all streams are
-        # done.
+        # A stream does not read the copy of another stream, because the work of two streams runs in
+        # no fixed order. A graph may read any earlier copy, because a capture begins when all
+        # streams are done.
         stream = torch.cuda.current_stream(device) if on_cuda else None
         capturing = on_cuda and torch.cuda.is_current_stream_capturing()
         if kept and kept.numbers == numbers and (capturing or kept.stream == stream):

@@ -1,8 +1,8 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_program_trace.py` runs the user's functions. Their calls of PyTorch on a value that depends on
-both query and key arrive here. `RULES` maps the name of a PyTorch function to our rule, which has
-the same parameters.
+`_program_trace.py` runs the user's functions and sees their calls of PyTorch. If a value in a call
+depends on both query and key, a rule of this module writes the call into the list. `RULES` maps the
+name of a PyTorch function to our rule. The rule takes the list and the parameters of that function.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Value:
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers, `[B|1, H|1, N|1, *shape]`, where N is L, S or L + S - 1 by kind.
+        """The numbers, `[B|1, H|1, N|1, *shape]`, where the kind says if N is L, S or L + S - 1.
 
         A Value of kind PAIR has no such tensor.
         """
@@ -53,12 +53,12 @@ class Value:
 
 
 def letter(dtype: torch.dtype) -> str:
-    """Returns the list's type for a dtype: f (floating), i (whole number) or b (boolean)."""
+    """Returns the type of a dtype in the list: f (floating), i (whole number) or b (boolean)."""
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
 
 
 def together(values: Iterable[Value]) -> int:
-    """Returns the kind of a function of values: PAIR if two kinds other than HEAD meet."""
+    """Returns the kind of a result of these values: PAIR if they have two kinds other than HEAD."""
     kind = HEAD
     for x in values:
         if x.kind != kind and x.kind != HEAD:
@@ -91,7 +91,7 @@ def promoted(*operands: Any) -> torch.dtype:
 
 
 def _word(x: Any, type_: str) -> str:
-    """Returns a constant as the list writes it."""
+    """Returns the text that stands for a constant in the list."""
     if type_ != "f":
         whole = int(bool(x) if type_ == "b" else x)
         if not -(2**31) <= whole < 2**31:
@@ -119,9 +119,9 @@ class List:
     A leaf is a number that the list reads from a tensor.
 
     Args:
-        dtype: the dtype of leaves that are no whole numbers: float32 or float64.
-        compiling: whether torch.compile traces. Then the numbers of constants cannot be read, so
-            constants become leaves.
+        dtype: the dtype of floating leaves: float32 or float64.
+        compiling: whether torch.compile is tracing. While it traces, the numbers of constants
+            cannot be read, so constants become leaves.
     """
 
     def __init__(self, dtype: torch.dtype, compiling: bool) -> None:
@@ -145,7 +145,7 @@ class List:
         return self.nodes.setdefault(node, len(self.nodes))
 
     def place(self, x: Any, type_: str) -> int:
-        """Returns the place in the list of a Value or a number, converted to a type."""
+        """Converts a Value or a number to a type. Returns the place of the result in the list."""
         if type(x) is not Value:  # no isinstance() here: this runs for every operand
             word = _word(x, type_)
             place = self.add(type_, "const", word)
@@ -182,7 +182,7 @@ class List:
         return False
 
     def operation(self, dtype: torch.dtype, name: str, *operands: Any) -> Value:
-        """Adds an operation whose operands have the type of its result."""
+        """Adds an operation. Converts its operands to the type of its result."""
         type_ = letter(dtype)
         places = [self.place(x, type_) for x in operands]
         if len(places) == 2:
@@ -202,8 +202,9 @@ def write(
 
     Returns:
         The strings; how many operations each string has; and the leaves that the strings read, each
-        as (kind, stored type, serial). In this order, leaves of the same kind become the columns of
-        a tensor. Leaves of type f have a tensor of their own.
+        as (kind, stored type, serial). Leaves of the same kind become columns of tensors, in the
+        order in which they are returned. Leaves of type f become columns of one tensor, and all
+        other leaves columns of a second tensor.
     """
     texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
     for result in results:
@@ -233,12 +234,15 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each rule takes the list and the arguments of a PyTorch function. It returns a Value of
-# kind PAIR.
+# The rules. Each rule takes the list and the arguments of a PyTorch function, and returns a Value
+# of kind PAIR.
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
-    """Makes a rule. Operands and result have the promoted type, or with `floating` a float type."""
+    """Makes a rule whose operands and result have the dtype to which PyTorch promotes the operands.
+
+    With `floating`, a Python float takes part in the promotion, so the dtype is floating.
+    """
     bitwise = name in ("and", "or", "xor", "not")
 
     def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
@@ -339,7 +343,8 @@ def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -
     for x in (*arguments, dtype):
         target = x.dtype if isinstance(x, Value) else x
         if isinstance(target, torch.dtype):
-            # Does not round values to bfloat16 or int8. Compiled FlexAttention does not, either.
+            # Does not round values to bfloat16 or int8. Compiled FlexAttention does not round them
+            # either.
             type_ = letter(target)
             affine = input.affine if type_ == "i" else None
             return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)

@@ -1,7 +1,8 @@
-"""`table[index]`, where a score_mod or mask_mod indexes a tensor that it captured or computed.
+"""Computes `table[index]` in a score_mod or mask_mod; the table is a captured or computed tensor.
 
-If the index does not depend on query and key at once, PyTorch looks the numbers up, on vectors.
-Otherwise the kernels read the tensor in place, as a view of all pairs or as a table.
+If the index does not depend on both query and key, PyTorch looks up the numbers for all rows, keys
+or distances, as a vector. Otherwise the kernels read the tensor in place, as a view of all pairs or
+as a table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["getitem"]
 
 
 def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
-    """Returns `table[index]` of a captured tensor, or of a vector that the function computed."""
+    """Returns `table[key]`, where the table is a captured tensor or a vector that was computed."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if not any(hasattr(x, "_attn") for x in keys):
         return tracer.general(torch.Tensor.__getitem__, (table, key), {})
@@ -32,7 +33,7 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
             break
     if sum(x is not None for x in keys) > table.dim():
         tracer.fail(f"{len(keys)} indices of {tracer.name_of(table)}", "give fewer")
-    # First applies those parts of the key that are no tensors: numbers, slices and None.
+    # First applies the parts of the key that are not tensors: numbers, slices and None.
     static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
     if any(x != slice(None) for x in static):
         table = tracer.general(torch.Tensor.__getitem__, (table, tuple(static)), {})
@@ -57,9 +58,10 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
 
 
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
-    """Returns an index per dimension by which a vector `[B|1, H|1, N|1, *shape]` is a table.
+    """Returns an index for each dimension of a vector `[B|1, H|1, N|1, *shape]`.
 
-    The dimensions of `shape` have the index None.
+    With these indices the vector can be read like a captured table. The dimensions of `shape` have
+    the index None.
     """
     first = []
     for axis, n in enumerate(value.tensor.shape[:3]):
@@ -99,8 +101,9 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
 def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
     """Returns `source[b, h, i, j]` as a view of all pairs, which the kernels read as a mask.
 
-    In place of i and j, the indices may be sums of i and j. Returns None if the indices have
-    another form, or if the function has read such a view before.
+    Instead of i or j, an index may be a i + b j + c with whole numbers a, b and c. Returns None if
+    there is no such view, for example because an index has another form, or if the user's function
+    has already read such a view.
     """
     if tracer.pairs is not None or not source.is_floating_point() or tracer.in_mask:
         return None
@@ -140,12 +143,12 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
 
 
 def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
-    """Returns `source[places]` for an index of the pair: the kernels read the tensor as a table.
+    """Returns `source[places]` for an index of the pair. The kernels read the tensor as a table.
 
-    The table has the dimensions batch, head, row and one more. Dimensions that have b or h as their
-    index become the table's batch and head. A dimension with the index i or j becomes the table's
-    rows. All other dimensions are flattened into the table's last dimension, and their indices
-    become one index.
+    The table has four dimensions: batch, head, row and a last one. A dimension of `source` with the
+    index b or h becomes the table's batch or head. A dimension with the index i or j (plus a
+    constant) becomes the table's rows. All other dimensions are flattened into the table's last
+    dimension, and their indices become one index.
     """
     own: list[int | None] = [None, None, None]  # dimensions of b, of h, and of i or j
     counts = [*tracer.sizes[:2], 0]
@@ -184,7 +187,10 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
 
 
 def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int | None]) -> Value:
-    """Returns the index into a table's last dimension, from the dimensions that are not `own`."""
+    """Returns the index into a table's last dimension.
+
+    It combines the indices of all dimensions of `source` that are not in `own`.
+    """
     parts: dict[int, Any] = {}  # summands of the index, by kind: PyTorch adds those not of PAIR
     is_inside: Any = None
     stride = 1
@@ -225,7 +231,7 @@ def _select(source: Tensor, places: list[Value | None]) -> Tensor:
     """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, by PyTorch.
 
     Calls index_select, because its derivative adds in a fixed order. The derivative of
-    `source[places]` adds by atomics.
+    `source[places]` adds with atomics, in an order that varies.
     """
     rest = [dim for dim, x in enumerate(places) if x is None]
     if rest:

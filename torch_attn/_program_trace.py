@@ -1,14 +1,15 @@
 """Runs a score_mod or a mask_mod, and lists the operations that kernels must run for every pair.
 
-FlexAttention's functions are defined on numbers: `score_mod(score, b, h, q_idx, kv_idx)`. `Tracer`
-calls each function once, with 0-d tensors. It is a TorchFunctionMode, so it sees every call of
-PyTorch. If a value does not depend on query and key at once, PyTorch's own operation computes it on
-a vector over the rows, the keys or the distances i - j. Any operation is allowed there, and
-autograd records it. If a value depends on both, `Tracer` writes the operation into a list
-(`_program_list.py`), which the kernels run inside their tiles.
+The functions of FlexAttention take single numbers: `score_mod(score, b, h, q_idx, kv_idx)`.
+`Tracer` calls each function once, with 0-d tensors. `Tracer` is a TorchFunctionMode, so it sees
+every call of PyTorch. If a value does not depend on both query and key, PyTorch's own operation
+computes it on a vector over the rows, the keys or the distances i - j. Any operation is allowed
+there, and autograd records it. If a value depends on both, `Tracer` writes the operation into a
+list (`_program_list.py`), which the kernels run inside their tiles.
 
-The function gets "places": tensors whose numbers mean nothing. A place answers questions such as
-`score.dtype` and `b.new_ones(())`. Its attribute `_attn` is the Value for which the place stands.
+The function gets placeholder tensors, called places. The numbers in a place have no meaning, but a
+place has the dtype and the shape of a value, so `score.dtype` and `b.new_ones(())` work. Its
+attribute `_attn` is the Value for which the place stands.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["Tracer"]
 
 
 class Tracer(TorchFunctionMode):
-    """The state of one call of `trace`: the values of both functions, and the list."""
+    """The state of one call of `trace`: the values of both user functions, and their operations."""
 
     def __init__(self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Tracer(TorchFunctionMode):
         self.indices += [self.of_affine((1, 0, 0)), self.of_affine((0, 1, 0))]
 
     def index(self, kind: int, axis: int, size: int) -> Value:
-        """Returns the numbers 0, 1, ... along one of the axes b, h, n."""
+        """Returns the numbers 0, 1, ... along an axis: b, h, or n for rows, keys or distances."""
 
         device = self.device  # make() holds no self, because a cycle would wait for the collector
 
@@ -111,7 +112,7 @@ class Tracer(TorchFunctionMode):
     def is_made(self, x: Any) -> bool:
         return any(x is made for made in self.made)
 
-    # Calls of PyTorch by the user's function
+    # The calls that the user's function makes to PyTorch
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -163,7 +164,7 @@ class Tracer(TorchFunctionMode):
     def elementwise(
         self, name: str, function: Any, values: list[Any], named: dict[str, Any], of: list[Value]
     ) -> Value:
-        """Computes a function of numbers; `of` are the Values among its arguments."""
+        """Computes an elementwise function. `of` are the Values among its arguments."""
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
@@ -184,7 +185,7 @@ class Tracer(TorchFunctionMode):
         return result
 
     def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
-        """Computes numbers that are not of the pair. Computes equal calls only once."""
+        """Computes a value of a kind other than PAIR. Computes equal calls only once."""
         key: Any = (function, *map(_key, values))
         if named:
             key += tuple((n, _key(x)) for n, x in named.items())
@@ -213,21 +214,25 @@ class Tracer(TorchFunctionMode):
         return result
 
     def limits(self, x: Any) -> tuple[int, int] | None:
-        """Returns the least and the largest number of a value, if they are known or readable."""
+        """Returns the least and the largest whole number of a value; None if they are unknown.
+
+        Reads the numbers if necessary and possible.
+        """
         if type(x) is int:
             return x, x
         if not isinstance(x, Value) or x.type != "i":
             return None
         unread = x.limits is None and x.kind != PAIR and not self.list.compiling
         if unread and x.tensor.numel():
-            # Under torch.func.vmap the numbers cannot be read. There index_select checks them.
+            # Under torch.func.vmap the numbers cannot be read. index_select then checks the
+            # indices.
             with contextlib.suppress(RuntimeError):
                 least, most = x.tensor.detach().aminmax()
                 x.limits = int(least), int(most)
         return x.limits
 
     def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
-        """Returns the limits of the result of an operation of the pair on whole numbers."""
+        """Returns the limits of the result of an operation on whole numbers; None if unknown."""
         known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
         of = [x for x in known if x is not None]
         if len(of) < len(known):
@@ -255,7 +260,7 @@ class Tracer(TorchFunctionMode):
     # Values of the form a i + b j + c
 
     def affine(self, name: str, values: list[Any]) -> tuple[int, int, Any] | None:
-        """Returns the form (a, b, c) of a sum, difference, negative or product, if it has one."""
+        """Returns the form (a, b, c) of a sum, difference, negation or product, or None."""
         forms: list[tuple[int, int, Any]] = []
         for x in values:
             if type(x) is int:
@@ -280,7 +285,10 @@ class Tracer(TorchFunctionMode):
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
-        """Returns the Value of a form that depends on i, j or i - j alone; None for other forms."""
+        """Returns the Value of a form.
+
+        Returns None if the form depends on i and j, but not on i - j alone.
+        """
         a, b, c = affine
         if a and b and a + b:
             return None
@@ -312,7 +320,7 @@ class Tracer(TorchFunctionMode):
     # Everything else
 
     def general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls any function of values that are not of the pair, by torch.vmap over b, h and n."""
+        """Calls any function of values that are not of kind PAIR, by torch.vmap over b, h and n."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         values = {n: x._attn for n, x in enumerate(flat) if hasattr(x, "_attn")}
         name = getattr(func, "__name__", str(func))
@@ -443,7 +451,7 @@ _AFFINE = frozenset(("add", "sub", "neg", "mul"))
 _CONVERSIONS = frozenset(("to", "long", "int", "type"))
 _COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
 _HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
-# Functions that work on vectors (numbers of rows, keys or distances), but not on pairs.
+# Functions that work on vectors (over rows, keys or distances), but not on values of the pair.
 _OF_VECTORS = (
     "acos acosh asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift ceil copysign "
     "cos cosh erf erfc erfinv expm1 fmax fmin fmod frac isfinite isinf isnan lgamma log10 log2 "
@@ -458,10 +466,10 @@ _OPERATORS = (
 
 
 def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
-    """Yields each function of numbers with four facts about it.
+    """Yields each elementwise function with four facts about it.
 
-    These are its name, the form that returns a new tensor, whether it is reflected (`__radd__`) and
-    whether it works in place.
+    The facts are its name, the function that computes the same in a new tensor, whether the
+    operands are reversed (`__radd__`), and whether the function works in place.
     """
     for name in (*RULES, *_OF_VECTORS.split()):
         for function in _named(_HOLDERS, name):

@@ -29,8 +29,8 @@ class Program:
 
     For the pair of query i and key j, the operations read row i of row_terms and row_numbers, row j
     of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B of
-    a tensor is 1 if its numbers do not depend on the batch entry. H is 1 if they do not depend on
-    the head. A tensor that the operations do not read is None.
+    a tensor is 1 if the tensor's numbers do not depend on the batch entry. H is 1 if the numbers do
+    not depend on the head. A tensor that the operations do not read is None.
 
     Attributes:
         score: the list of operations that computes the score; None without a score_mod.
@@ -43,8 +43,9 @@ class Program:
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
         table_0: ``[B|1, H|1, L|S|1, N]``, of the terms' dtype: a captured tensor that the kernels
-            read in place, because its index depends on query and key. The list of operations says
-            whether its rows are those of queries or of keys. table_1 to table_3: likewise.
+            read in place, because its index depends on query and key. The list of operations calls
+            it row_table if it has a row for each query, key_table if it has a row for each key, and
+            table if it has one row. table_1 to table_3: likewise.
         pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor, which the kernels read in place.
     """
 
@@ -96,9 +97,11 @@ def trace(
 
     Args:
         score_mod: a score_mod of FlexAttention, or None.
-        mask_mod: a mask_mod of FlexAttention, or None. What it captures gets no gradients.
-        batch: B. heads: H, of the query. queries: L. keys: S.
-        dtype: the dtype of query, key and value. Scores are float32, or float64 for float64.
+        mask_mod: a mask_mod of FlexAttention, or None. Tensors that mask_mod captures get no
+            gradients.
+        batch, heads, queries, keys: the sizes B, H (heads of the query), L and S.
+        dtype: the dtype of query, key and value. The kernels compute scores in float64 if this
+            dtype is float64, else in float32.
         device: the device of the program's tensors.
 
     Raises:
@@ -170,7 +173,7 @@ def score_program(
     Returns:
         The two lists of operations as strings, and the tensors that the operations read. These
         tensors hold what the functions captured at this call. Tables and `pairs` may share memory
-        with captured tensors; the other tensors do not follow later changes.
+        with captured tensors. The other tensors stay the same if a captured tensor changes later.
 
     Raises:
         RuntimeError: a function does something that the kernels cannot run for every pair. The

@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["quantize_kv"]
 
-# The largest number of each dtype that quantize_kv uses: int8 stays symmetric.
+# The largest number of each dtype that quantize_kv uses. It does not use -128 of int8.
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -15,13 +15,15 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     """Rounds each row of keys or values to 8 bits, with a scale of its own.
 
     A row is the E numbers of one token in one head. Its scale is its largest absolute number,
-    divided by 127 (int8) or 448 (float8_e4m3fn). ``stored * scale[..., None]`` is near `x`: it
-    differs by at most half of a scale with int8, and by 1/16 of each number with float8_e4m3fn.
+    divided by 127 (int8) or 448 (float8_e4m3fn). ``stored * scale[..., None]`` is near `x`: with
+    int8 it differs by at most half of a scale. With float8_e4m3fn it differs by at most 1/16 of
+    each number, or by 2^-10 of a scale where that is more.
 
     :func:`torch_attn.sdpa`, :func:`torch_attn.sdpa_with_logsumexp` and
     :func:`torch_attn.varlen_attn` take `stored` as key or value, and `scale` as `key_scale` or
-    `value_scale`. They also take other scales. One scale for each channel of key needs no argument:
-    multiply query by it. One for each channel of value multiplies the output.
+    `value_scale`. These functions also take other scales. A scale for each channel needs no
+    argument: multiply query by the scales of key's channels, and the output by the scales of
+    value's channels.
 
     Args:
         x: ``[..., E]``, floating.
@@ -36,8 +38,8 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
           infinity has the scale NaN on a GPU and inside :func:`torch.compile`.
 
     Raises:
-        ValueError: `dtype` is another dtype; `x` is not floating; or `x` has a NaN or an infinity,
-            on a CPU outside of :func:`torch.compile`.
+        ValueError: `dtype` is another dtype; `x` is not floating; or, on a CPU outside of
+            :func:`torch.compile`, `x` has a NaN or an infinity.
 
     Example:
         >>> key, value = torch.randn(2, 1, 8, 100, 64)  # 8 heads, 100 tokens

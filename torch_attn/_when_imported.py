@@ -14,7 +14,7 @@ __all__ = ["when_imported"]
 
 
 def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Calls `function` each time that a module is executed, and now if it is already imported.
+    """Calls `function` whenever a module is executed, and at once if it is already imported.
 
     An exception in `function` becomes a warning, because the module may be of another release of
     torch, and programs that do not use attention should go on.
@@ -34,8 +34,8 @@ def when_imported(name: str, function: Callable[[], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds one module, by asking the finders that come after this one.
 
-    The finder stays in ``sys.meta_path`` and keeps no state, because a search need not lead to an
-    import, an import may fail and be repeated, and several threads may search at the same time.
+    The finder stays in ``sys.meta_path`` and keeps no state, because Python may search without
+    importing, may repeat an import that failed, and may search in several threads at the same time.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:

@@ -80,26 +80,27 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
     """Runs a model over sequences whose tokens are spread over processes.
 
     Within the block, each attention of the model attends to the tokens of all processes. The model
-    may call ``F.scaled_dot_product_attention``, :mod:`torch_attn`, or transformers with
-    :func:`torch_attn.integrations.transformers.register`. All other layers must work on each token
-    alone. A process has one piece near the head of the sequence and one piece near the tail. This
-    balances the work under causality. Every process must pass the same whole tensors, and must call
-    the model equally often. It gets its own part of the tensors.
+    may call ``F.scaled_dot_product_attention`` or :mod:`torch_attn`. A model of transformers may
+    also use :func:`torch_attn.integrations.transformers.register`. All other layers must work on
+    each token alone. A process has one piece near the head of the sequence and one piece near the
+    tail. This balances the work under causality. Every process must pass the same whole tensors,
+    and must call the model equally often. Each process gets its own part of the tensors.
 
     Args:
         mesh: a :class:`~torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process
             group; None means all processes.
-        tensors: ``[B, L, ...]`` each, cut along dimension 1. If `labels` are among them, as
-            transformers takes labels, the dictionary also has `shift_labels`, the label of the next
-            token at each place, and `num_items_in_batch`, the number of labels on all processes.
+        tensors: ``[B, L, ...]`` each, cut along dimension 1. If `labels` are among the tensors, as
+            for models of transformers, the dictionary also has `shift_labels`, the label of the
+            next token at each place, and `num_items_in_batch`, the number of labels on all
+            processes.
 
     Yields:
-        A dictionary of this process's parts, to pass to the model. It also has `position_ids`,
-        ``[1, L_r]``: the places of the process's tokens in the whole sequence. The dictionary's
-        ``cut(tensor, dim)`` returns this process's part of another tensor, and its ``join(tensor)``
-        joins the parts of all processes to ``[B, L, X]``. Loss and gradients are this process's
-        share: the shares of all processes add up to the whole loss and gradient. An attention
-        returns None for logsumexp and largest scores.
+        A dictionary with this process's part of each tensor, to pass to the model. The dictionary
+        also has `position_ids`, ``[1, L_r]``: the places of the process's tokens in the whole
+        sequence. The dictionary's ``cut(tensor, dim)`` returns this process's part of another
+        tensor, and its ``join(tensor)`` joins the parts of all processes to ``[B, L, X]``. Loss and
+        gradients are this process's share: the shares of all processes add up to the whole loss and
+        gradient. An attention returns None for logsumexp and largest scores.
 
     Raises:
         ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids
@@ -191,7 +192,7 @@ def answering(calls: Any) -> Iterator[None]:
 
 
 def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-    """Returns the result of ``calls.attend`` (:func:`answering`) in place of attn::attention's."""
+    """Answers a call of attn::attention with the result of ``calls.attend`` (:func:`answering`)."""
     arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
     call = {a.name: a.default_value for a in arguments}
     call |= dict(zip(call, args, strict=False)) | kwargs

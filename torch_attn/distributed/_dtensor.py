@@ -1,19 +1,20 @@
 """Attention of :class:`torch.distributed.tensor.DTensor`, sharded over batch, heads and sequences.
 
-It works in a program that imports torch_attn and ``torch.distributed.tensor``, in either order. For
-each dimension of the mesh, a call is computed in one of the ways below. The placement of the query
-chooses the way. If the query is ``Replicate()``, the placement of the key chooses it, and so on.
-DTensor's collectives redistribute tensors that are placed in another way. The result is the same as
-on a single process.
+The operators take DTensors in a program that imports torch_attn and ``torch.distributed.tensor``,
+in either order. For each dimension of the mesh, a call is computed in one of the ways below. The
+placement of the query chooses the way. If the query is ``Replicate()``, the placement of the key
+chooses the way, and so on. DTensor's collectives redistribute each tensor whose placement does not
+fit the way. The result is the same as on a single process.
 
 - ``Replicate()``.
-- ``Shard`` of a leading dimension. Tensors of size 1 there, and tensors with fewer dimensions, are
-  ``Replicate()``. Their gradients are ``Partial()``. There is no communication.
-- ``Shard`` of the heads, likewise. Grouped heads are allowed if each device gets whole groups.
+- ``Shard`` of a leading dimension. Tensors that lack this dimension, or have size 1 in it, are
+  ``Replicate()``. The gradients of these tensors are ``Partial()``. There is no communication.
+- ``Shard`` of the heads, with the same rules. Grouped heads are allowed if each device gets whole
+  groups.
 - ``Shard`` of the sequence, over one dimension of the mesh. If only the query is cut, there is no
   communication. If only key and value are cut, an all-reduce merges the parts. If all three are
   cut, there are three methods (:func:`torch_attn.distributed.method`). The output is sharded like
-  the query. A mask has the rows of the query, and all keys.
+  the query. Each process's part of a mask has the rows of its queries and the columns of all keys.
 
 Sinks and slopes, ``[Hq]`` or ``[B..., Hq]``, are sharded like heads and batch. Offsets and lengths,
 ``[B...]``, are sharded like the batch. Integers, including `cu_seq_q` and `cu_seq_k`, may be plain
@@ -42,9 +43,11 @@ __all__ = ["register", "register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Calls :func:`register` as soon as ``torch.distributed.tensor`` is imported, possibly at once.
+    """Calls :func:`register` when ``torch.distributed.tensor`` is imported.
 
-    Importing that module takes half as long as importing torch, and most programs do not need it.
+    If that module is imported already, the call happens at once. Importing the module takes half as
+    long as importing torch, and most programs do not need it.
+
     """
     when_imported("torch.distributed.tensor", register)
     _torchs_context.register_when_imported()
@@ -90,7 +93,7 @@ _WHY_NO_RING = {
 
 
 def _kind(name: str) -> str:
-    """Returns the name of the input of a gradient or tangent; returns other names unchanged."""
+    """Removes the prefix "grad_" or "tangent_" from a name, if the name has one."""
     return name.removeprefix("tangent_").removeprefix("grad_")
 
 
@@ -150,7 +153,7 @@ class _Sharded:
         return None if dim is None else self._cut_with(name, dim)
 
     def _cut_with(self, name: str, dim: int) -> int | None:
-        """Returns the dimension of an argument or a result that is cut with the output's `dim`."""
+        """Returns the dimension of an argument or a result that belongs to the output's `dim`."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
             is_empty = tensor is not None and _is_empty(kind, tensor)
@@ -177,7 +180,7 @@ class _Sharded:
     def _dim(self, m: int) -> int | None:
         """Returns the dimension of the output that dimension m of the mesh cuts.
 
-        The first tensor that is cut decides.
+        The first tensor that is cut determines the dimension. Query, key and value come first.
         """
         on = {name: tensor.placements[m] for name, tensor in self.tensors.items()}
         rows = [
@@ -217,8 +220,8 @@ class _Sharded:
         if any(
             self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
         ):
-            # Replaces numbers that differ over the mesh, because all processes must choose the same
-            # way.
+            # Replaces offsets and lengths that differ between processes, because all processes must
+            # choose the same method.
             zero = call.query_offset.new_zeros(())
             options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
             call = replace(call, options=options, query_offset=zero, key_lengths=None)
@@ -329,7 +332,7 @@ def _widened(x: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
-    """Returns the results of an operator, merged from parts."""
+    """Computes an operator by a ring. Returns its results, merged from parts."""
     inputs = Inputs(*(x[n] for n in Inputs._fields))
     dtype = inputs.query.dtype
     if name == "_sdpa_forward":

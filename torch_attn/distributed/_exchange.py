@@ -17,7 +17,7 @@ __all__ = ["Ring", "exchanged", "told", "waiting"]
 
 @contextlib.contextmanager
 def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Makes an error of the group say which process waited, and for what."""
+    """Adds to an error of the group which process waited, and for what."""
     try:
         yield
     except RuntimeError as error:
@@ -81,7 +81,7 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields in each step a block's number and its tensors; no tensors if not needed here."""
+        """Yields a block's number and its tensors in each step; [] if this process needs none."""
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)
@@ -101,7 +101,7 @@ class Ring:
             block = coming
 
     def bring_back(self, gradients: list[Tensor], source: int, own: list[Tensor]) -> None:
-        """Sends the gradients of block `source`. Adds the gradients of the last step to `own`.
+        """Sends the gradients of block `source`. Adds the gradients of the previous step to `own`.
 
         All processes must call this method in every step but the first, and then :meth:`finish`.
         """

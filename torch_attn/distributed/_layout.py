@@ -17,7 +17,7 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Returns an operator's arguments as name -> default: only the tensors, or only the others."""
+    """Returns an operator's tensor arguments, or all other arguments, as name -> default."""
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
@@ -87,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Call:
-    """What all parts of a call share; `cu_seq_q` and `cu_seq_k` belong to packed sequences."""
+    """What all parts of a call share. Only packed sequences have `cu_seq_q` and `cu_seq_k`."""
 
     layout: Layout
     group: dist.ProcessGroup
@@ -99,7 +99,7 @@ class Call:
     whole_queries: bool = False  # each process has all queries, and its own keys
 
     def options_of(self, rows: Piece, keys: Piece) -> dict[str, Any]:
-        """Returns the options of a call over only these rows and keys, numbered from 0."""
+        """Returns the options of a call over only these rows and keys, both numbered from 0."""
         q, k = self.cu_seq_q, self.cu_seq_k
         (a, _), (c, m) = _entries(q, rows), _entries(k, keys)
         offset, window = self._nearer
@@ -114,8 +114,9 @@ class Call:
     def _nearer(self) -> tuple[Tensor, list[int]]:
         """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
-        If the window is huge too, offset and window change by the same number. If not, a query at a
-        huge offset sees all keys or no key, and still does so after the offset alone has changed.
+        If the window is huge too, offset and window are reduced by the same number. If only the
+        offset is huge, a query sees all keys or no key, and reducing the offset does not change
+        this.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]
@@ -126,7 +127,11 @@ class Call:
 
     @functools.cached_property
     def _numbers(self) -> set[tuple[int, ...]]:
-        """Each entry's first query, end of queries, first key, end of keys, offset, key length."""
+        """A tuple for each entry of the batch.
+
+        The tuple has the first query, the end of the queries, the first key, the end of the keys,
+        the offset and the number of keys in use.
+        """
         L, S = self.layout.lengths
         used = torch.tensor(S) if self.key_lengths is None else self.key_lengths
         q = torch.tensor([0, L]) if self.cu_seq_q is None else self.cu_seq_q
@@ -166,7 +171,7 @@ class Call:
 
 
 def _entries(cu_seq: Tensor | None, piece: Piece) -> tuple[Any, Any]:
-    """Returns the first row of each batch entry in a piece, and the number of its rows there.
+    """Returns, for each batch entry, its first row in a piece and its number of rows in the piece.
 
     Rows are counted from the entry's own first row.
     """

@@ -48,7 +48,7 @@ def method(name: str) -> Iterator[None]:
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether a tensor belongs to a compiled call. Torch before 2.13 has no other way to tell."""
+    """Whether a tensor belongs to a compiled call. Before torch 2.13, only the type shows this."""
     return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
@@ -60,13 +60,13 @@ def heads_fit(world: int, query: Any, key: Any, value: Any) -> bool:
 def sent(
     call: Call, query: Any, key: Any, value: Any, *, with_ring: bool = True
 ) -> dict[str, float]:
-    """Returns the bytes that a process sends in a forward, on average, by each possible method.
+    """Returns for each possible method how many bytes a process sends in a forward, on average.
 
     P is the number of processes, b the bytes of all keys and values, a the bytes of all queries and
     outputs. A ring sends ``b / P^2`` for each ordered pair of processes where the first needs keys
-    of the second. A gather sends ``b (P - 1) / P``, in float32. An all_to_all sends
-    ``(a + b) (P - 1) / P^2``. A gather is included only if b <= a / P: all keys and values are then
-    no larger than the queries and outputs of one process.
+    of the second. A gather sends ``b (P - 1) / P``; half types are sent as float32. An all_to_all
+    sends ``(a + b) (P - 1) / P^2``. A gather is included only if b <= a / P: all keys and values
+    are then no larger than the queries and outputs of one process.
     """
     layout, (L, S) = call.layout, call.layout.lengths
     world = layout.world

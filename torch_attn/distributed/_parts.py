@@ -2,9 +2,9 @@
 
 Let O_b be the output of part b, and l_b its logsumexp. All parts together have the logsumexp l =
 log sum_b exp(l_b) and the output sum_b exp(l_b - l) O_b. The gradients of a part come from a
-backward over the part's keys, to which the output and the logsumexp of all parts are passed. The
-gradients are then summed over the parts. A sink is a part of its own. Half types are computed in
-float32, so that no summand is rounded. l is float64.
+backward over the part's keys. This backward gets the output and the logsumexp of all parts
+together. The gradients are then summed over the parts. A sink counts as one more part. Half types
+are computed in float32, so that no summand is rounded. l is float64.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The results of rows that derivatives need, after all parts are merged."""
+    """The results of each row, merged from all parts. Derivatives need these results."""
 
     output: Tensor  # [..., L, Ev], wide
     logsumexp: Tensor  # [..., L, 2]: the pair that the operators keep (params.h)
@@ -45,13 +45,13 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """Returns `some` and copies of `rest`: an item for each input that has a derivative."""
+    """Returns an item for each input that has a derivative: `some`, then copies of `rest`."""
     number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
 
 def check(call: Call, inputs: Inputs) -> None:
-    """Raises what :func:`torch_attn.sdpa` raises for these queries and all keys, before sending."""
+    """Before any sending, raises what :func:`torch_attn.sdpa` raises for a call with all keys."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
     given: dict[str, Any] = inputs._asdict()
     given = {n: None if t is None else t.detach() for n, t in given.items()}
@@ -111,7 +111,7 @@ def _of(part: Part, tensors: Any) -> list[Tensor]:
 
 
 def _beside(rows: Tensor, sinks: Tensor) -> Tensor:
-    """Expands one number per head to the head's rows, ``[..., Hq, L]`` or ``[L]``, in float64."""
+    """Repeats each head's number for all rows, ``[..., Hq, L]`` or ``[L]``, in float64."""
     sinks = sinks.double()[..., None]
     return (sinks if rows.ndim > 1 else sinks[0]).expand_as(rows)
 
@@ -124,7 +124,7 @@ def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
 
 
 def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
-    """Returns what to save, and each row's logsumexp and greatest score, ``[..., L]``, float64."""
+    """Returns what derivatives need, and each row's logsumexp and greatest score, both float64."""
     query, key, value, mask, *of_heads = map(wide, inputs)
     slopes, sinks = of_heads
     own = call.layout.queries[call.layout.rank]
@@ -178,7 +178,7 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Returns the gradients, wide; those of slopes and sinks are this process's share."""
+    """Returns the gradients in float32 or float64. Slopes and sinks get this process's share."""
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (
@@ -195,8 +195,8 @@ def gradients(
             columns, options = _mask(part, mask), part.options
             count = k.shape[-2]
             if of_keys and columns is not None and columns.shape[-1] == 1:
-                # The operator would broadcast this one column over all keys. So a hidden key, and a
-                # column for it, are added.
+                # The operator would broadcast this one column over all keys. So this code adds a
+                # hidden key, and a column of the mask for that key.
                 k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
                 columns = F.pad(columns, (0, 1))
                 options = {"key_lengths": torch.ones_like(call.query_offset), **options}
@@ -225,8 +225,9 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # from_sink: the gradient of a number that is added to all scores of a row, as far as the sink
-    # causes it. If all processes have all rows, only process 0 counts it.
+    # Think of a number that is added to all scores of a row. `from_sink` is the part of its
+    # gradient that the sink causes. If all processes have all rows, `from_sink` is 0 on all but
+    # process 0.
     of_all = _logsumexp(call, inputs, saved.logsumexp)
     given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)

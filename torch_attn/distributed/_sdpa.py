@@ -32,9 +32,9 @@ def sdpa(
 ) -> Tensor:
     """:func:`torch_attn.sdpa` over a sequence whose blocks are on the processes of a group.
 
-    Process r passes block r of the queries and block r of the keys and values. It gets block r of
-    the output of :func:`torch_attn.sdpa` for the whole sequence. Blocks may have any length, also
-    0. All processes must call this function together, with the same options.
+    Process r passes block r of the queries and block r of the keys and values. Process r gets block
+    r of the output of :func:`torch_attn.sdpa` for the whole sequence. Blocks may have any length,
+    also 0. All processes must call this function together, with the same options.
 
     Args:
         query: ``[..., Hq, L_r, E]``, block r of the ``L`` queries.
@@ -44,18 +44,18 @@ def sdpa(
         is_causal: hides keys after a query's position in the whole sequence.
         group: the processes; None means all.
         lengths: ``(L, S)`` of the whole sequence, if the blocks are cut as by :func:`torch.chunk`.
-            None: the processes tell each other the lengths of their blocks, in each call.
+            If None, the processes tell each other the lengths of their blocks in each call.
         options: scale, enable_gqa, window_size, softcap, query_offset, key_lengths, alibi_slopes
-            and sinks, as for :func:`torch_attn.sdpa`. They are for the whole sequence, and the same
-            on all processes.
+            and sinks, as for :func:`torch_attn.sdpa`. These options are for the whole sequence, and
+            the same on all processes.
 
     Returns:
-        ``[..., Hq, L_r, Ev]``, query's dtype. It has first derivatives with respect to query, key,
-        value, mask, slopes and sinks, and forward mode. It has second derivatives unless the method
-        is "ring" (:func:`method`). Gradients of slopes and sinks are this process's share; the
-        shares of the group add up to the gradient. The bits are the same on every run with the same
-        number of processes. In a ring's forward, a process holds at most three blocks of keys and
-        values.
+        ``[..., Hq, L_r, Ev]``, query's dtype. Backward and forward mode give first derivatives with
+        respect to query, key, value, mask, slopes and sinks. There are second derivatives unless
+        the method is "ring" (:func:`method`). Gradients of slopes and sinks are this process's
+        share; the shares of the group add up to the gradient. The bits are the same on every run
+        with the same number of processes. In a ring's forward, a process holds at most three blocks
+        of keys and values.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit, as for :func:`torch_attn.sdpa`;
@@ -112,7 +112,7 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Computes :func:`sdpa` with the pieces of any `layout`."""
+    """Computes :func:`sdpa`, where `layout` says which pieces each process has."""
     if torch.compiler.is_compiling() or is_traced(query):
         raise RuntimeError(
             "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
@@ -232,7 +232,11 @@ def all_rows(group: Any, of_all: list[list[Piece]], rank: int, parts: Any) -> Te
 
 
 class _Ring(torch.autograd.Function):
-    """Also saves the options' tensors, so that changing these tensors in place is an error."""
+    """Computes a call by a ring.
+
+    It saves the offset and the key lengths for the backward, together with the inputs. So autograd
+    raises an error if one of these tensors is changed in place.
+    """
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
 """Makes the operators raise an error within torch's own ``context_parallel``.
 
-The error names the ``context_parallel`` of this package. For balance, torch's function puts the
-head of a sequence beside its tail on each process, but tells DTensor that the blocks are in order.
-It also cuts indivisible lengths in another way than DTensor. No public function tells whether
-torch's function is on. So this module uses two private names. The tests check these names with
-every supported torch.
+The error names the ``context_parallel`` of this package. To balance the work, torch's function
+gives each process a piece near the head of a sequence and a piece near the tail, but it tells
+DTensor that the blocks are in order. It also cuts indivisible lengths in another way than DTensor
+does. No public function tells whether torch's function is on. So this module uses two private
+names. The tests check these names with every supported torch.
 """
 
 from __future__ import annotations

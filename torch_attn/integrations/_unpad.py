@@ -1,10 +1,10 @@
-"""Encoders that compute no padding: what :func:`torch_attn.integrations.transformers.unpad` does.
+"""Makes encoders compute no padding, for :func:`torch_attn.integrations.transformers.unpad`.
 
 A stack is a model that owns layers. This module replaces the stack's forward, because some callers
 do not run hooks. The new forward makes a :class:`_Plan` from the mask of padding and adds the plan
 to the keyword arguments. transformers hands these arguments on to every layer. So the model stores
 nothing of a call: threads, graphs and recomputation in a backward see the plan of their own call.
-nn.TransformerEncoder does not hand keyword arguments on, so a ContextVar has its plan.
+nn.TransformerEncoder does not hand keyword arguments on, so its plan is in a ContextVar.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
 _source: Any = functools.cache(inspect.getsource)  # getsource parses a whole file
-# For each stack that is on: its number of handles, its earlier own forward, functions that undo.
+# For each stack that is on: how many handles it has, the forward that its __dict__ had before (or
+# None), and functions that undo the change.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +78,7 @@ def _is_replaced(stack: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Plan:
-    """Which T tokens of `[B, L]` one call computes."""
+    """The T tokens of `[B, L]` that one call computes."""
 
     keep: Tensor  # [B, L], boolean
     index: Tensor  # [T], int64, in keep.flatten()
@@ -90,12 +91,15 @@ class _Plan:
     done: bool = False
 
     def is_packed(self, states: Tensor) -> bool:
-        # Padded states have another shape: if B were 1 and L were T, nothing would be padding.
+        # Padded states `[B, L, ...]` never have this shape. If B were 1 and L were T, there would
+        # be no padding, and so no plan.
         return states.dim() == 3 and states.shape[:2] == (1, self.index.size(0))
 
     def pack(self, name: str, value: Any, once: bool = False) -> Any:
-        """Packs `[B or 1, L, ...]` to `[1, T, ...]`. `once`: all layers get the value (cos,
-        sin)."""
+        """Packs `[B or 1, L, ...]` to `[1, T, ...]`.
+
+        With `once`, a tensor that all layers get (cos, sin) is packed only once.
+        """
         if isinstance(value, tuple):
             return tuple(self.pack(name, x, once) for x in value)
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -208,7 +212,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def _tokens_read(module: nn.Module) -> list[int]:
-    """Returns [0] for a model with a pooler, else the tokens, 0 or -1, that a head reads."""
+    """Returns which tokens a pooler or a head reads: 0 is the first token, -1 the last."""
     if hasattr(module, "pooler") or not type(module).__module__.startswith("transformers"):
         return [0] if getattr(module, "pooler", None) is not None else []
     return list(map(int, re.findall(r"\[:, (0|-1)[],]", _source(type(module)))))
@@ -236,8 +240,8 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     if not _attends(known):
         integration._register(_NAME, integration.attention_forward)
         stack.set_attn_implementation(_NAME)
-    # In ALBERT an entry of the list is a group of layers, which runs several times, so calls are
-    # counted. If every entry is a layer, the last layer ends the stack.
+    # If every entry of the list is a layer, the last layer ends the stack. In ALBERT an entry is a
+    # group of layers, which runs several times. So the stack ends after `count` calls of layers.
     entries: Any = next(m for m in stack.modules() if isinstance(m, nn.ModuleList) and len(m))
     number = stack.config.num_hidden_layers
     is_shared = entries[0] is not layers[0]
@@ -276,10 +280,13 @@ def _attends(stack: _Stack) -> bool:
     return all(integration.is_ours(config._attn_implementation) for config in stack.configs)
 
 
-# Counting tokens breaks the graph of a compiled model, which has no other break.
+# Counting tokens breaks the graph of a compiled model. A model of transformers has no other break.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
-    """Makes the plan from the mask of padding. Returns None if there is no padding, or once off."""
+    """Makes the plan from the mask of padding.
+
+    Returns None if there is no padding or no token, and after `unpad` has ended.
+    """
     mask = given.get(stack.mask)
     if mask is None or not stack.is_on:
         return None
@@ -382,7 +389,10 @@ def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output
 
 
 def _guard_backward(known: _Stack, layer: nn.Module, states: Tensor) -> None:
-    """Checkpointing computes layers again: other attention would mix sequences in the backward."""
+    """Refuses a backward that computes layers again (checkpointing) after `unpad` has ended.
+
+    Another attention would then let sequences attend to each other.
+    """
 
     def check(_: Tensor) -> None:
         if not (known.is_on and _attends(known)):

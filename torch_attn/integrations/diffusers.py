@@ -1,6 +1,6 @@
 """`attn` as an attention backend of Hugging Face diffusers.
 
-Pass its name where a model takes the name of a backend
+Pass the name that :func:`register` returns where a model takes the name of a backend
 (https://huggingface.co/docs/diffusers/optimization/attention_backends)::
 
     from torch_attn.integrations import diffusers
@@ -35,9 +35,9 @@ def register(name: str = "attn") -> str:
     `model.set_attention_backend` and the context manager `diffusers.attention_backend` then take
     the name. In diffusers 0.42 the models of newer pipelines ask for a backend, among them Flux,
     Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call PyTorch's attention
-    themselves and accept every name without an effect. Among these are all UNets and ControlNets
-    with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana.
-    :func:`calls` then does not grow.
+    themselves and accept every name without an effect. These are, among others, all UNets and
+    ControlNets with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX,
+    Lumina and Sana. The number of :func:`calls` does not grow for such a model.
 
     Diffusers keeps the names of its backends in an `Enum`. An `Enum` has no public way to add a
     name, so this function changes the `Enum` itself. The name exists only after the call. So the
@@ -45,16 +45,17 @@ def register(name: str = "attn") -> str:
     hold the name.
 
     Args:
-        name: in lower case, as `set_attention_backend` looks it up. With "native", `attn` replaces
-            the backend that diffusers chooses by itself, until :func:`unregister`.
+        name: the name in lower case, because `set_attention_backend` looks names up in lower case.
+            With "native", `attn` replaces the backend that diffusers chooses by itself, until
+            :func:`unregister`.
 
     Returns:
         `name`.
 
     Raises:
-        ValueError: `name` is no identifier in lower case.
+        ValueError: `name` is not an identifier in lower-case letters.
         ImportError: diffusers is not installed, is older than 0.35 or does not import. In the last
-            case the message is that of the failed import.
+            case the message names the error of the failed import.
     """
     if not (isinstance(name, str) and name.isidentifier() and name == name.lower()):
         raise ValueError(f"name is {name!r}; it must be an identifier in lower case")
@@ -119,7 +120,7 @@ _count = counter("diffusers")
 def calls() -> int:
     """``torch_attn.calls()["diffusers"]``, a number that grows when a model uses `attn`.
 
-    A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
+    The layers of a compiled model (`torch.compile`, `torch.export`) are counted when the model is
     compiled, but not when it runs.
     """
     return torch_attn.calls()["diffusers"]
@@ -157,7 +158,7 @@ def attention_forward(
 
     Raises:
         ValueError: the model asks for `return_lse` or for context parallelism.
-        RuntimeError: shapes, dtypes or devices that do not fit, from :func:`torch_attn.sdpa`.
+        RuntimeError: shapes, dtypes or devices do not fit, as for :func:`torch_attn.sdpa`.
     """
     if return_lse or _parallel_config is not None:
         argument = "return_lse" if return_lse else "context parallelism"

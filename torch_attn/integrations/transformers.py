@@ -1,6 +1,6 @@
 """`attn` as an attention implementation of Hugging Face transformers.
 
-Pass its name where a model takes the name of an implementation::
+Pass the name that :func:`register` returns where a model takes the name of an implementation::
 
     from torch_attn.integrations import transformers
     model = AutoModel.from_pretrained(path, attn_implementation=transformers.register())
@@ -59,10 +59,11 @@ def register(name: str = "attn") -> str:
     """Makes `attn` known to transformers as an attention implementation.
 
     If a model asks only for causality, a sliding window or padding, no mask of L x S is made. The
-    operator then gets the window and the position of the queries among the keys, and padding stays
-    a mask `[B, 1, 1, S]`. This holds for models whose layers all have full or sliding attention and
-    use the AttentionInterface (`_supports_attention_backend`). Other models get boolean masks, as
-    for transformers' own "sdpa". Models that do not support "sdpa" get the mask of "eager".
+    operator then gets the window and the position of the queries among the keys, and padding
+    becomes a mask `[B, 1, 1, S]`. This holds for models whose layers all have full or sliding
+    attention and use the AttentionInterface (`_supports_attention_backend`). Other models get
+    boolean masks, as for transformers' own "sdpa". Models that do not support "sdpa" get the mask
+    of "eager".
 
     Packed sequences have no mask either, whether `DataCollatorWithFlattening` packs them in
     training or continuous batching (`generate_batch`) does. Continuous batching accepts only the
@@ -83,19 +84,19 @@ def register(name: str = "attn") -> str:
 
     - Some accept any `attn_implementation` and keep their own attention. In transformers 5.23 these
       are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
-      MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. :func:`calls` then does not grow, and
-      `model.set_attn_implementation(name)` logs a warning.
-    - Others look it up in a table of their own, and raise KeyError: 'attn' when they are made with
-      it: Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J
-      (until transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR. Make these models
-      without it.
+      MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of :func:`calls`
+      does not grow, and `model.set_attn_implementation(name)` logs a warning.
+    - Others look up the implementation in a table of their own, and raise KeyError: 'attn' if they
+      are made with `attn_implementation="attn"`. Make these models without it: Bark,
+      Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until transformers
+      5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
 
     Returns:
         `name`.
 
     Raises:
         ImportError: transformers is not installed, is older than 5 or does not import. In the last
-            case the message is that of the failed import.
+            case the message names the error of the failed import.
     """
     attention, mask = (interface().get(name) for interface in _interfaces())
     if attention is not attention_forward and (attention or mask):
@@ -168,17 +169,19 @@ def unpad(model: nn.Module) -> Unpadded:
     more.
 
     Args:
-        model: a model of transformers with `_can_record_outputs["hidden_states"]`, which uses our
-            attention until the end; or :class:`torch.nn.TransformerEncoder` after
+        model: a model of transformers with `_can_record_outputs["hidden_states"]`, which must keep
+            our attention as long as `unpad` is on; or :class:`torch.nn.TransformerEncoder` after
             :func:`torch_attn.convert`; or a module that holds such models.
 
     Returns:
         A handle for ``with``. Without ``with``, call its `remove()` at the end.
 
     Raises:
-        ValueError: the model is unfit (a decoder, layerdrop), which is checked at once; or a call
-            with padding asks for something unfit (weights, a cache), which is checked before
-            anything is computed.
+        ValueError: the model is unfit (a decoder, layerdrop), or a call with padding asks for
+            something unfit (weights, a cache, a causal mask). `unpad` checks the model at once, and
+            checks a call before its first layer computes.
+        RuntimeError: attention did not get the arguments of the layers, the model did not end with
+            its last layer, or a backward with checkpointing runs after `unpad` has ended.
     """
     from torch_attn.integrations._unpad import Unpadded
 
@@ -233,7 +236,7 @@ def is_ours(name: str) -> bool:
 def calls() -> int:
     """``torch_attn.calls()["transformers"]``, a number that grows when a model uses `attn`.
 
-    A compiled model (`torch.compile`, `torch.export`) counts each of its layers when it is
+    The layers of a compiled model (`torch.compile`, `torch.export`) are counted when the model is
     compiled, but not when it runs.
     """
     return torch_attn.calls()["transformers"]
@@ -261,19 +264,20 @@ def attention_forward(
     """The attention function that transformers calls.
 
     Args:
-        module: the attention module that calls. Its `training`, `is_causal` and
-            `num_key_value_groups` are read.
+        module: the attention module that calls. This function reads its `training`, `is_causal` and
+            `num_key_value_groups`.
         query: `[B, H, L, E]`.
         key: `[B, H / num_key_value_groups, S, E]`, not repeated for the heads of a group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
-        attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). Or
-            the pattern that the mask function of this implementation returns: a window, an offset,
-            the mask of padding, starts of packed sequences. With a pattern, `is_causal` is ignored.
+        attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). It
+            may also be the pattern that the mask function of this implementation returns: a window,
+            an offset, a mask of padding and the starts of packed sequences. With a pattern,
+            `is_causal` is ignored.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
-        is_causal: overrides `module.is_causal`, which a decoder that supports "sdpa" need not have.
-            Both are ignored with a mask, because a mask contains the causality, and for a single
-            query, because it is the newest token.
+        is_causal: overrides `module.is_causal`. If both are missing, a model that supports "sdpa"
+            is causal. With a mask both are ignored, because the mask contains the causality. For a
+            single query both are ignored, because the query is the newest token.
         position_bias: broadcasts to `[B, H, L, S]`, added to the scaled scores.
         output_attentions: also return the weights, `[B, H, L, S]`, before dropout. A few models
             (GPT-2, GPTBigCode, OPT, SigLIP, StableLM) do not pass this argument on, so they return
@@ -294,9 +298,10 @@ def attention_forward(
 
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
-            mask, a block table or an option of the operator that is not an argument here; says too
-            little about packed sequences; has a window but no mask that hides the keys outside the
-            window; or has another number of queries or keys than its mask was made for.
+            mask, a block table or an option of the operator that is not an argument here; or it
+            passes only some of the arguments for packed sequences; or it has a window but no mask
+            that hides the keys outside the window; or the number of queries or keys is not the
+            number for which the mask was made.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -320,8 +325,9 @@ def attention_forward(
         if is_causal is None:
             is_causal = getattr(module, "is_causal", None)
         if is_causal is None:
-            # As in transformers' "sdpa". A model that does not support "sdpa" lacks the attribute.
-            # If such a model is causal, it passes a mask.
+            # Does the same as transformers' "sdpa": a module without `is_causal` is causal. The
+            # modules of a model that does not support "sdpa" are an exception: they lack
+            # `is_causal`, and the model passes a mask if it is causal.
             config = getattr(module, "config", None)
             is_causal = config is None or _supports_sdpa(type(config))
         is_causal = bool(is_causal) and attention_mask is None
@@ -339,7 +345,7 @@ def attention_forward(
     options["dropout_p"] = dropout if module.training else 0.0
     options["scale"] = scaling
     options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
-    # softcap is passed even if it is 0, because torch.compile may not treat a default as a
+    # softcap is passed even if it is 0, because torch.compile does not always treat a default as a
     # constant.
     options["softcap"] = float(softcap or 0.0)
     if s_aux is not None:
@@ -368,7 +374,8 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), weights
 
 
-# Includes the operator's own options, because transformers lacks them or names them differently.
+# The arguments that `attention_forward` refuses. These include the operator's own options, because
+# transformers lacks such options or has other names for them.
 _REFUSED = {
     option.name: option.name
     for option in torch.ops.attn.attention.default._schema.arguments
@@ -387,10 +394,10 @@ _watching = 0  # how many blocks of calling_sdpa are open
 
 @contextlib.contextmanager
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
-    """Within the block, models inside `model` call PyTorch's attention or an operator of attn.
+    """Within the block, all transformers models inside `model` attend with "sdpa" or `attn`.
 
-    A model that does so already does not change. Another model gets our implementation, under a
-    private name. Does nothing if transformers was not imported.
+    A model that uses "sdpa" or `attn` already does not change. Any other model gets our
+    implementation, under a private name. Does nothing if transformers was not imported.
     """
     global _watching
     modeling: Any = sys.modules.get("transformers.modeling_utils")
@@ -441,8 +448,9 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
         given = kwargs.get("attention_mask")
         if isinstance(given, _Pattern):  # made for `generate`; the model asks for the mask again
             return given
-        # Gemma 4 drops queries before the layers that share their keys. Without a mask, causality
-        # would put the first remaining query at the first key.
+        # The last layers of Gemma 4 use the keys of earlier layers again, and Gemma 4 drops queries
+        # before these layers. Without a mask, causality would put the first remaining query at the
+        # position of the first key.
         if getattr(config, "num_kv_shared_layers", 0):
             kwargs["allow_is_causal_skip"] = False
         packed = _packed(masking, config, kwargs.get("mask_function"))
@@ -459,7 +467,7 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
         if window is not None:
             return _pattern(masking, *window, **kwargs)
         # A model that keeps its own attention adds the mask to its scores, so the mask must have 0
-        # and large negative numbers. `attention_forward` takes either kind.
+        # and large negative numbers. `attention_forward` takes boolean masks and such masks.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
         mask: Tensor | None = make(*args, config=config, **kwargs)
         return mask
@@ -476,8 +484,9 @@ class _Pattern:
 
     Query i sees key j if ``-left <= j - i - offset <= right`` and key j is no padding.
 
-    A pattern is no tensor, so that a model that computes with its mask raises an error. In a graph,
-    `left` is a constant, because it belongs to the model. `offset` is data of the call.
+    A pattern is not a tensor. So a model that computes with its mask raises an error. In a graph,
+    `left` is a constant, because it comes from the model's window. `offset` is a tensor, because it
+    differs between calls.
     """
 
     left: int  # -1 is all
@@ -489,7 +498,7 @@ class _Pattern:
     ndim: ClassVar[int] = 4
 
     def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
-        """Returns arguments of :func:`torch_attn.sdpa` that mean the same."""
+        """Returns the pattern as arguments of :func:`torch_attn.sdpa`."""
         if query.size(2) != self.shape[2] or key.size(2) != self.shape[3]:
             raise ValueError(
                 f"{type(module).__name__} attends with {query.size(2)} queries to {key.size(2)} "
@@ -524,14 +533,15 @@ def _window(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> tuple[int, int] | None:
-    """Returns how many keys before and after its own a query sees; -1: all; None: other patterns.
+    """Returns how many keys a query sees before and after the key at its own position.
 
-    Padding `[B, 1, 1, S]` is all that a mask without window and causality says.
+    -1 stands for all keys. Returns None if the mask has another pattern. A mask without a window
+    and without causality says only which keys are padding, so `[B, 1, 1, S]` suffices for it.
     """
-    # The arguments `allow_..._skip` are False if a mask must be made: for other patterns (parts of
-    # images, packed sequences), for models that compute with the mask, and for a single query in a
-    # static cache, whose mask is a row. Releases without `q_offset` do not say where the queries
-    # begin.
+    # transformers sets the arguments `allow_..._skip` to False if a mask must be made. This is so
+    # for other patterns (parts of images, packed sequences) and for models that compute with the
+    # mask. It is also so for a single query in a static cache, whose mask has only one row.
+    # Releases without `q_offset` do not say where the queries begin.
     both = allow_is_bidirectional_skip and not context.is_on()
     if not (both or allow_is_causal_skip) or "q_offset" not in kwargs:
         return None
@@ -544,8 +554,9 @@ def _window(
     kind = "bidirectional" if both else "causal"
     sliding = getattr(masking, f"sliding_window_{kind}_mask_function")(local_size)
     if torch.compiler.is_dynamo_compiling():
-        # The code does not show which functions `mask_function` closes over. Chunked attention has
-        # the same code, and transformers' own models have no third function with this code.
+        # Compares the code alone, because Dynamo cannot tell which functions `mask_function` closes
+        # over. Chunked attention has the same code, but its configuration has a chunk size.
+        # transformers' own models have no third function with this code.
         found = (
             mask_function.__code__ is sliding.__code__
             and local_size == getattr(config, "sliding_window", None)
@@ -581,9 +592,12 @@ def _pattern(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Pattern | Tensor | None:
-    """Makes the pattern: a window or causality from the offset on, and padding if there is any."""
-    # If q_offset is a tensor, this makes a new one, because a static cache changes its own before
-    # layers attend.
+    """Makes the pattern: a window or causality, an offset, and padding if there is any.
+
+    If every query sees all keys that are not padding, returns the mask of padding, or None.
+    """
+    # If q_offset is a tensor, the difference is a new tensor. This is necessary, because a static
+    # cache changes q_offset in place before layers attend.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
@@ -591,7 +605,7 @@ def _pattern(
         # The empty part of a static cache does not count, because no query sees it.
         all_seen = right != 0 or isinstance(offset, Tensor)
         seen = padding if all_seen else padding[:, : offset + q_length]
-        # While a graph is traced, numbers of a tensor are not read.
+        # While a graph is traced, the numbers of `padding` cannot be read.
         needless = not masking.is_tracing(padding) and bool(seen.all())
         padding = None if needless else padding[:, None, None, :]
     if right < 0 or 0 < right >= kv_length - 1:  # every query sees all keys
@@ -617,7 +631,7 @@ def _pattern(
 
 @dataclass(frozen=True, eq=False)
 class _Texts:
-    """Packed sequences, which do not see each other, in the memory order of `[B, T]` tokens.
+    """Packed sequences, which do not see each other, one after the other in `[B, T]` tokens.
 
     If there are more keys than queries, the last query of a sequence is at the sequence's last key.
     """
@@ -629,7 +643,10 @@ class _Texts:
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any]) -> _Texts | None:
-        """Takes the starts that transformers passes to its flash attention, or returns None."""
+        """Takes the starts of packed sequences from the arguments of a call, or returns None.
+
+        transformers passes the same arguments to its flash attention.
+        """
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         missing = [name for name in names if kwargs.get(name) is None]
         if len(missing) == len(names):
@@ -666,7 +683,7 @@ class _Texts:
         return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
 
     def attend_padded(self, *tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        """Self-attention in each text, with a mask `[1, H, max, max]`. Returns `[1, T, H, Ev]`."""
+        """Returns self-attention in each text, `[1, T, H, Ev]`; the mask is `[1, H, max, max]`."""
         token = torch.arange(tensors[0].size(2), device=self.cu_seq_k.device)
         text = torch.searchsorted(self.cu_seq_k, token, right=True) - 1
         place = text * self.max_k + token - self.cu_seq_k[text]
@@ -678,9 +695,10 @@ class _Texts:
         return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
     def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """Makes a mask `[B, 1, L, S]` that hides other sequences too. The call needs L x S anyway.
+        """Makes a mask `[B, 1, L, S]` that hides other sequences too.
 
-        Tokens after the last sequence see no keys, as in :meth:`attend`.
+        Only calls that need memory of L x S for another reason use this mask. Tokens after the last
+        sequence see no keys, as in :meth:`attend`.
         """
         of_query, of_key = (
             torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
@@ -700,7 +718,10 @@ class _Texts:
 
 
 def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
-    """Returns one sequence's mask function and the packed sequences; None if not packed."""
+    """Returns the mask function inside each packed sequence, and the packed sequences.
+
+    Returns None if sequences are not packed, or if their mask must be made.
+    """
     if torch.compiler.is_dynamo_compiling() or not isinstance(function, FunctionType):
         return None
     parts = _around(function).get("mask_functions", ())
@@ -745,12 +766,12 @@ def _around(function: FunctionType) -> dict[str, Any]:
 
 def _hands_on(config: Any) -> bool:
     """Whether models with this configuration give every mask to `attention_forward`, unchanged."""
-    # Some layers of other kinds change the mask, and some need a mask of their own.
+    # Among layers of other kinds, some change the mask, and some need a mask of their own.
     kinds = set(getattr(config, "layer_types", None) or ())
     return kinds <= {"full_attention", "sliding_attention"} and _interfaced(type(config))
 
 
-# torch.compile calls these two functions while it traces a graph, but does not trace them.
+# torch.compile calls these two functions while it traces a graph, but does not trace into them.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _supports_sdpa(config: type) -> bool:
     return _all_models(config, "_supports_sdpa")
@@ -764,7 +785,10 @@ def _interfaced(config: type) -> bool:
 
 @functools.cache
 def _computes_with_masks(config: type) -> bool:
-    """Whether models always need a mask. Calls with packed sequences do not show this."""
+    """Whether models always need a mask, because their code sets `allow_is_causal_skip`.
+
+    In calls with packed sequences, the argument does not show this: it is False for all models.
+    """
     modules = {model.__module__ for model in _models(config)}
     try:
         sources = [inspect.getsource(sys.modules[name]) for name in modules]
