@@ -108,7 +108,7 @@ ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
   return bounded ? smaller(p.keys, queries + left + right) : p.keys;
 }
 
-// The key head and the value head that a head of the query reads.
+// Return the key head and the value head that a query head reads.
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
 ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
 

@@ -58,9 +58,9 @@ enum class Op : uint8_t {
   // values of any kind
   where,
   lookup,          // number x of a table, plus y * z
-  lookup_tangent,  // of its derivative along a direction
-  float_of,        // of a whole number
-  whole_of,        // of a number, rounded towards 0
+  lookup_tangent,  // likewise, of the table's derivative along a direction
+  float_of,        // a whole number as a number
+  whole_of,        // a number, rounded towards 0, as a whole number
 };
 
 // What a list reads.
@@ -177,7 +177,7 @@ struct PairProgram {
   // Three numbers that describe the first pair whose index is outside of its table: i * S + j, the index and the size
   // of the table. The first number is -1 if there is no such pair.
   int64_t* wrong = nullptr;
-  // Null if there is no score_mod, or the kernel needs none.
+  // Null if there is no score_mod, or if the kernel does not need it.
   const List* score = nullptr;
   PairMask* mask = nullptr;  // null if there is no mask_mod
   // Computes the score, and a value that the lists of derivatives read in place of the product. Null if the lists of

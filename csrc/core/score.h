@@ -23,7 +23,7 @@ struct Range {
   ATTN_INLINE constexpr bool empty() const { return first >= last; }
   ATTN_INLINE constexpr bool contains(int64_t i) const { return first <= i && i < last; }
 };
-// The intersection of two ranges, and the smallest range that holds both.
+// common() returns the intersection of two ranges, and hull() returns the smallest range that contains both.
 ATTN_INLINE constexpr Range common(Range a, Range b) { return {larger(a.first, b.first), smaller(a.last, b.last)}; }
 ATTN_INLINE constexpr Range hull(Range a, Range b) {
   if (a.empty() || b.empty()) return a.empty() ? b : a;

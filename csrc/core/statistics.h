@@ -76,9 +76,9 @@ template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `largest` is the maximum over all keys. `scale` turns `largest` and the reference into scores. A score of +inf makes
-// the sum NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l) is multiplied by the keys'
-// share of the sum.
+// Returns the results of a row. `largest` is the maximum over all keys. `scale` turns `largest` and the reference into
+// scores. A score of +inf makes the sum NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l)
+// is multiplied by the keys' share of the sum.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {
