@@ -1,4 +1,4 @@
-// The module of the C++ API.
+// The module attn::MultiheadAttention of the C++ API.
 #include "attn/multihead_attention.h"
 
 #include <ATen/ATen.h>
@@ -21,7 +21,7 @@ void check_divides(const char* name, int64_t number, const char* divisor_name, i
               name, ", ", number);
 }
 
-// A size that is allowed, or the letter of a dimension that may have any size.
+// The size that a dimension must have, or the letter of a dimension that may have any size.
 struct Size {
   Size(int64_t size) : size(size) {}
   Size(const char* letter) : letter(letter) {}
@@ -148,7 +148,8 @@ std::tuple<Tensor, Tensor> MultiheadAttentionImpl::forward(const Tensor& query, 
   return {out_proj(output.movedim(-2, length_dim).flatten(-2)), weights};
 }
 
-// Returns the queries, keys and values of all heads, from one product if all three inputs are the same tensor.
+// Returns the queries, keys and values of all heads. If all three inputs are the same tensor, one matrix product
+// computes them.
 std::vector<Tensor> MultiheadAttentionImpl::project(const Tensor& query, const Tensor& key, const Tensor& value) const {
   if (in_proj_weight.defined() && query.is_same(key) && key.is_same(value))
     return at::linear(query, in_proj_weight, in_proj_bias).split_with_sizes(rows_, -1);
@@ -180,7 +181,8 @@ void MultiheadAttentionImpl::check(const Tensor& query, const Tensor& key, const
   check_kind("query", query, out_proj->weight);
   check_kind("key", key, out_proj->weight);
   check_kind("value", value, out_proj->weight);
-  // Returns the sizes of [batch, length, features] in the module's order, without the batch if there is none.
+  // Returns the sizes [batch, length, features] in the order of the module's dimensions. If there is no batch, leaves
+  // it out.
   const auto shape = [&](const std::optional<Size>& batch, const Size& length, int64_t features) -> Sizes {
     if (!batch) return {length, features};
     return batch_first ? Sizes{*batch, length, features} : Sizes{length, *batch, features};

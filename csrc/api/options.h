@@ -16,8 +16,8 @@ inline std::optional<at::Tensor> as_tensor(const std::optional<Integers>& number
   return at::full(sizes, std::get<int64_t>(*numbers), at::TensorOptions(at::kLong).device(device));
 }
 
-// `named` is an Options or a VarlenOptions. A call for statistics has an undefined value. One number as query_offset or
-// key_lengths becomes a tensor of sizes `entries`.
+// `named` is an Options or a VarlenOptions. In a call for statistics, the tensor `value` is undefined. If query_offset
+// or key_lengths is one number, the number becomes a tensor of sizes `entries`.
 Call call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const auto& named,
              at::IntArrayRef entries = {}) {
   Call call{.query = query,

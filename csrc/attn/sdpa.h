@@ -25,13 +25,13 @@ using Integers = std::variant<int64_t, at::Tensor>;
 
 // The arguments of a call beside query, key and value, by name. An argument left out has the operator's default.
 struct Options {
-  // Broadcasts to [B..., Hq, L, S]. Boolean: true = attend. Floating (query's type or float32): added to the scaled
-  // scores; gets a gradient.
+  // Broadcasts to [B..., Hq, L, S]. In a boolean mask, true = attend. A floating mask (query's type or float32) is
+  // added to the scaled scores and gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
-  // Probability in [0, 1] that a weight is zeroed; other weights are divided by 1 - dropout_p. The default generator of
-  // the device draws.
+  // Probability in [0, 1] that a weight is zeroed; other weights are divided by 1 - dropout_p. The random numbers come
+  // from the default generator of the device.
   double dropout_p = 0.0;
-  // Query i attends to keys j <= i + query_offset, for any L and S, within attn_mask if there is one.
+  // Query i attends only to keys j <= i + query_offset, for any L and S. An attn_mask may hide more keys.
   bool is_causal = false;
   // Factor of query key^T: any number but NaN. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
@@ -42,27 +42,31 @@ struct Options {
   // PyTorch's attention lacks the options from here on. Any of these options may be combined.
   // c > 0: a scaled score x becomes c tanh(x / c), before a mask is added. 0: scores are not capped.
   double softcap = 0.0;
-  // (left, right): how many keys before and after its position i + query_offset query i sees; -1: all.
+  // (left, right): query i sees up to `left` keys before its position i + query_offset and up to `right` keys after it.
+  // -1 means all.
   std::array<int64_t, 2> window_size = {-1, -1};
-  // The position of query 0 among the keys, of any sign; absent: 0. S - L puts the last query at the last key.
+  // The position of query 0 among the keys. It may be negative. Absent: 0. A query_offset of S - L puts the last query
+  // at the last key.
   std::optional<Integers> query_offset = std::nullopt;
-  // How many of the S keys are in use; absent: S. Further keys are not read, whatever they hold.
+  // How many of the S keys are in use. Absent: all. The keys after these are not read, whatever they hold.
   std::optional<Integers> key_lengths = std::nullopt;
-  // [Hq] or [B..., Hq], query's type or float32. Slope times distance is subtracted from scores. The slopes get a
-  // gradient.
+  // The slopes of the heads, [Hq] or [B..., Hq], in query's type or float32. Slope times distance is subtracted from
+  // scores. The slopes get a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
-  // The same shapes and types. A sink is one more logit, without a value, in every softmax of its head. The sinks get a
-  // gradient.
+  // They have the shapes and types of alibi_slopes. A sink is one more logit, without a value, in every softmax of its
+  // head. The sinks get a gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
-  // float32, of a key or value of 8 bits (int8 or float8_e4m3fn), which stands for key * key_scale[..., None]:
-  // broadcasts to its shape without the last dimension. On a CPU, in sdpa and sdpa_with_logsumexp. No derivatives.
+  // The scales of a key and of a value of 8 bits (int8 or float8_e4m3fn), float32. Such a key stands for key *
+  // key_scale[..., None], and such a value stands for value * value_scale[..., None]. A scale broadcasts to the shape
+  // of the key or value without the last dimension. Among the functions below, only sdpa and sdpa_with_logsumexp take 8
+  // bits, only on a CPU, and without derivatives.
   std::optional<at::Tensor> key_scale = std::nullopt;
   std::optional<at::Tensor> value_scale = std::nullopt;
 };
 
-// softmax(scale * query key^T + attn_mask) value, with memory O(L + S) beside inputs and outputs, also in backward.
-// With the other options, query i is at position p = i + query_offset. It sees the keys that window_size, is_causal,
-// key_lengths and attn_mask leave. The scores and weights of these keys j are
+// Returns softmax(scale * query key^T + attn_mask) value. The call takes O(L + S) memory beside inputs and outputs, and
+// so does its backward. With the other options, query i is at position p = i + query_offset. Query i sees the keys that
+// window_size, is_causal, key_lengths and attn_mask do not hide. The scores and weights of these keys j are
 //
 //   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
 //   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
@@ -88,7 +92,7 @@ ATTN_API at::Tensor sdpa(const at::Tensor& query, const at::Tensor& key, const a
 // The output, and two numbers for every row of scores, float32 (float64 for float64 inputs).
 struct OutputAndLogsumexp {
   at::Tensor output;     // [B..., Hq, L, Ev]
-  at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf without keys and sink
+  at::Tensor logsumexp;  // [B..., Hq, L], of the scores and the sink, differentiable; -inf with neither keys nor sink
   at::Tensor max_score;  // [B..., Hq, L], without the sink; -inf without keys. No derivatives
 };
 ATTN_API OutputAndLogsumexp sdpa_with_logsumexp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -96,7 +100,8 @@ ATTN_API OutputAndLogsumexp sdpa_with_logsumexp(const at::Tensor& query, const a
 
 // Returns (output, weights, scores): sdpa's output, and the matrices from which it is computed. All are differentiable.
 // `scores` are scaled and masked. `weights` are the softmax of the scores, before dropout. A row of weights sums to 1
-// (less with a sink), or is 0 if every key is masked. Both are [B..., Hq, L, S] in query's type: O(L S) memory.
+// (less with a sink), or is 0 if every key is masked. `weights` and `scores` are [B..., Hq, L, S] in query's type, so
+// they take O(L S) memory.
 ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
     double dropout_p = 0.0, bool is_causal = false, std::optional<double> scale = std::nullopt,
@@ -109,11 +114,11 @@ ATTN_API std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_with_weights(const 
 
 using StatsOptions = Options;  // an earlier name for the options of sdpa_stats
 
-// On a CPU, the bits of a row never depend on the other entries of the batch, nor on how sequences are packed. While an
-// object of this class lives, in any thread, this holds on a GPU too. The bits then also depend neither on the number
-// of queries in the call nor on whether gradients are recorded. So a sequence as a whole, in chunks, and token by token
-// from a cache gets the same bits. Decoding then takes longer. The environment variable ATTN_INVARIANT=1 switches
-// invariance on from the start.
+// On a CPU, the bits of a row never depend on the other entries of the batch, nor on how sequences are packed. On a
+// GPU, this is true while an object of this class lives, in any thread. While such an object lives, the bits on every
+// device also depend neither on the number of queries in the call nor on whether gradients are recorded. So a sequence
+// gets the same bits as a whole, in chunks, and token by token from a cache. But decoding takes longer. The environment
+// variable ATTN_INVARIANT=1 switches invariance on from the start.
 //
 //   const auto on = attn::invariant();
 class ATTN_API Invariance {
@@ -134,9 +139,9 @@ struct Stats {
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
-// Takes O(L + S) memory, for sequences whose weights cannot be stored. The results have no derivatives: inputs may
-// require a gradient, but a backward through the results throws. A dropout_p other than 0 throws, because the
-// statistics describe the weights before dropout.
+// Takes only O(L + S) memory, so it serves for sequences whose weights cannot be stored. The results have no
+// derivatives: inputs may require a gradient, but a backward through the results throws. A dropout_p other than 0
+// throws, because the statistics describe the weights before dropout.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,
                           bool is_causal = false, std::optional<double> scale = std::nullopt, bool enable_gqa = false);
 

@@ -17,31 +17,32 @@ namespace attn {
 struct VarlenOptions {
   // Factor of query key^T. Absent: 1 / sqrt(E).
   std::optional<double> scale = std::nullopt;
-  // (left, right): how many keys before and after its position a query sees; -1: all. {-1, 0} is causality.
+  // (left, right): a query sees up to `left` keys before its position and up to `right` keys after it. -1 means all.
+  // {-1, 0} is causality.
   std::array<int64_t, 2> window_size = {-1, -1};
   // Allows Hk and Hv that divide Hq.
   bool enable_gqa = false;
   // Integers [N]: how many keys of each sequence are in use. Further keys are not read.
   std::optional<at::Tensor> seqused_k = std::nullopt;
-  // Integers [N, pages of the longest sequence]: key and value are pools of pages; row r of sequence n is stored in
-  // row r % page_size of page block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k. Entries after
-  // the last page in use are not read. No derivatives.
+  // Integers [N, pages of the longest sequence]. With them, key and value are pools of pages. Row r of sequence n is
+  // stored in row r % page_size of page block_table[n][r / page_size]. Sequences may share pages. Needs seqused_k.
+  // Entries after the last page in use are not read. No derivatives.
   std::optional<at::Tensor> block_table = std::nullopt;
   // c > 0: a scaled score x becomes c tanh(x / c), before a mask is added. 0: scores are not capped.
   double softcap = 0.0;
-  // [Hq], as in Options; both get a gradient.
+  // Both are [Hq], as in Options, and get a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
   std::optional<at::Tensor> sinks = std::nullopt;
-  // The position of a sequence's first query among its keys: one number for all, or integers [N]. Absent: keys in use
-  // minus queries, so that the last query stands at the last key (sdpa's default is 0).
+  // The position of a sequence's first query among its keys: one number for all, or integers [N]. Absent: the number of
+  // keys in use minus the number of queries, so that the last query stands at the last key. (sdpa's default is 0.)
   std::optional<Integers> query_offset = std::nullopt;
   // Probability in [0, 1] that a weight is zeroed.
   double dropout_p = 0.0;
-  // [Hq or 1, T_q, max_k], boolean or floating: each query has a row over the keys of its own sequence. A floating mask
-  // gets a gradient.
+  // [Hq or 1, T_q, max_k], boolean or floating. Each query has a row, whose column j is for key j of the query's own
+  // sequence. A floating mask gets a gradient.
   std::optional<at::Tensor> attn_mask = std::nullopt;
-  // float32, of a key or value of 8 bits, as in Options: broadcasts to [T_k, Hk], beside a block_table to [pages,
-  // page_size, Hk].
+  // The scales of a key and of a value of 8 bits, float32, as in Options. They broadcast to [T_k, heads], or with a
+  // block_table to [pages, page_size, heads]. Here heads is Hk or Hv.
   std::optional<at::Tensor> key_scale = std::nullopt;
   std::optional<at::Tensor> value_scale = std::nullopt;
 };
@@ -55,7 +56,7 @@ struct VarlenOptions {
 //   max_q     the number of queries of the longest sequence, or more; max_k likewise for keys. Neither changes results.
 //
 // Returns [T_q, Hq, Ev] in query's type. A query that sees no key has an output of 0. Without dropout, the output and
-// gradients of a sequence have the same bits as from sdpa of this sequence alone with query_offset = S - L. On a
+// gradients of a sequence have the same bits as if sdpa computed this sequence alone, with query_offset = S - L. On a
 // GPU the bits are the same only while an Invariance (sdpa.h) lives.
 // Throws c10::Error on input that does not fit. The message names the argument, its value and what is allowed. On a GPU
 // the numbers in cu_seq_q, cu_seq_k, seqused_k and block_table are clamped instead, because checking them would

@@ -10,7 +10,7 @@ ATTN_INLINE constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : 
 ATTN_INLINE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ATTN_INLINE constexpr int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
 
-// The bytes of a number.
+// The size of a number in bytes.
 ATTN_INLINE constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::f64:
@@ -29,7 +29,7 @@ ATTN_INLINE constexpr int64_t size_of(DType dtype) {
   __builtin_unreachable();
 }
 
-// Where batch entry n of an operand begins, in elements.
+// Returns the offset of batch entry n of an operand, in elements.
 ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, int64_t n) {
   const int64_t* const starts = x.axis == Axis::none ? nullptr : (x.axis == Axis::keys ? p.key_starts : p.query_starts);
   int64_t offset = starts ? starts[n] * x.row : 0;
@@ -41,7 +41,7 @@ ATTN_INLINE constexpr int64_t batch_offset(const Problem& p, const Operand& x, i
 }
 
 // Returns the offset of row `row` of batch entry n in a pool of pages. On a GPU page numbers are not validated, because
-// validating would synchronise. They are clamped here, so that nothing outside the pool is read.
+// validating would synchronise. Therefore this function clamps page numbers, so that nothing outside the pool is read.
 ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_stride, int64_t row_stride, int64_t n,
                                               int64_t row) {
   const auto [table, is_wide, per_entry, per_page, page_size, pages] = p.paging;
@@ -49,7 +49,7 @@ ATTN_INLINE constexpr int64_t offset_in_pages(const Problem& p, int64_t page_str
   const int64_t page = is_wide ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
   return larger(0, smaller(page, pages - 1)) * page_stride + (row - number * page_size) * row_stride;
 }
-// Where row `row` of the keys or values of batch entry n begins.
+// Returns the offset of row `row` of the keys or values of batch entry n.
 ATTN_INLINE constexpr int64_t key_row_offset(const Problem& p, const Operand& x, int64_t n, int64_t row) {
   if (!p.paging.table) return batch_offset(p, x, n) + row * x.row;
   return offset_in_pages(p, x.page, x.row, n, row);
@@ -76,8 +76,8 @@ ATTN_INLINE constexpr Operand operand_of_rows(const Problem& p, void* data, DTyp
   return x;
 }
 
-// The queries and keys of one batch entry, the same for all of its heads. Apart from a mask, query i sees key j < keys
-// if first <= j - i < last.
+// The queries and keys of one batch entry, the same for all of its heads. If no mask hides key j, query i sees this key
+// if first <= j - i < last and j < keys.
 struct Sequence {
   int64_t queries;
   int64_t keys;
@@ -91,8 +91,8 @@ ATTN_INLINE constexpr int64_t length_of(const int64_t* lengths, int64_t n, int64
   return lengths ? larger(0, smaller(lengths[n], most)) : most;
 }
 // Returns the lengths of batch entry n and the alignment of its queries and keys, for every kernel. On a GPU offsets
-// and lengths are not validated, because validating would synchronise. They are clamped here, so no key out of bounds
-// is read.
+// and lengths are not validated, because validating would synchronise. Therefore this function clamps offsets and
+// lengths, so that no key out of bounds is read.
 ATTN_INLINE constexpr Sequence sequence_of(const Problem& p, int64_t n) {
   const auto [left, right, offsets, key_lengths, query_lengths] = p.visibility;
   const int64_t offset = offsets ? larger(-2 * kFar, smaller(offsets[n], 2 * kFar)) : 0;
@@ -108,7 +108,7 @@ ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
   return bounded ? smaller(p.keys, queries + left + right) : p.keys;
 }
 
-// The key head and the value head that a head of the query reads.
+// Return the key head and the value head that a query head reads.
 ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
 ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
 
@@ -128,8 +128,8 @@ ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t he
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   return (n * p.heads + head) * p.queries + position;
 }
-// Returns the row `count` >= 0 places after `at` in the list of rows of a group of heads (Problem::group). Each head
-// has `queries` rows.
+// Returns the row that comes `count` >= 0 places after `at` in the list of rows of a group of heads (Problem::group).
+// Each head has `queries` rows.
 ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
   at.position += count;
   if (at.position >= queries) {  // seldom: divisions take long
@@ -144,8 +144,8 @@ ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// Removes the innermost coordinate from a number, and returns the coordinate. The number is `sharer` if the mask is
-// shared along this dimension, else `slice`.
+// Removes the innermost coordinate from the number `sharer` if the mask is shared along this dimension, else from the
+// number `slice`. Returns the coordinate.
 ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64_t& slice, int64_t& sharer) {
   const int64_t from = shared ? sharer : slice;
   if (shared)

@@ -22,7 +22,7 @@ struct PairMask;
 
 enum class DType : uint8_t { f64, f32, bf16, f16, i8, e4m3, boolean, i64 };
 
-// The most batch dimensions, after neighbours with compatible strides are merged.
+// The largest number of batch dimensions, after neighbouring dimensions with compatible strides are merged.
 constexpr int kMaxBatchDims = 16;
 
 // The number of rows and of keys in a tile of scores, on every device (each device has a static_assert). It is also the
@@ -34,8 +34,8 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or a number is added to it
 
-// Says which array has the first rows of packed sequences in an operand: query_starts, key_starts or none. The type is
-// a byte, because CUDA limits the size of a kernel's arguments.
+// Says which array holds the numbers of the rows at which the packed sequences of an operand begin: query_starts,
+// key_starts or none. The type is a byte, because CUDA limits the size of a kernel's arguments.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -50,8 +50,8 @@ struct Operand {
   int64_t page = 0;  // for keys and values in pages: the distance from one page to the next
 };
 
-// Keys and values in pages of a pool: row r of entry n is row r % page_size of page
-// table[n * per_entry + r / page_size * per_page]. If table is null, rows are stored one after the other.
+// Describes keys and values that are stored in pages of a pool. Row r of entry n is row r % page_size of page table[n *
+// per_entry + r / page_size * per_page]. If table is null, rows are stored one after the other.
 struct Paging {
   const void* table = nullptr;  // the caller's int32 or int64; kernels read only entries of pages in use
   bool is_wide = false;         // whether table is int64
@@ -61,11 +61,12 @@ struct Paging {
 };
 
 // Apart from the mask, a query at position p sees the keys j with p - left <= j <= p + right. A negative left or right
-// is no bound. Causality is right = 0.
+// means no bound on this side. If right is 0, attention is causal.
 //
 // Query i of batch entry n stands at position i + offsets[n]. The entry has query_lengths[n] queries and key_lengths[n]
-// keys. Kernels never read further keys, nor the values and the part of the mask that belong to further keys. The
-// arrays, [batch], are on the device. A null array means offset 0, all keys or all queries.
+// keys. Kernels never read other keys, nor their values and their part of the mask. The arrays have the shape [batch]
+// and are on the device. If `offsets` is null, the offset is 0. If an array of lengths is null, all keys or all queries
+// are in use.
 struct Visibility {
   int64_t left = -1;
   int64_t right = -1;
@@ -74,7 +75,8 @@ struct Visibility {
   const int64_t* query_lengths = nullptr;
 };
 
-// Whole numbers of the caller on the device, int32 or int64 (is_wide). Null: there are none.
+// Whole numbers from the caller, on the device. They are int64 if is_wide, else int32. `data` is null if there are
+// none.
 struct WholeNumbers {
   const void* data = nullptr;
   bool is_wide = false;
@@ -92,8 +94,8 @@ struct PackedSequences {
   int64_t tokens = 0, key_tokens = 0;  // of all sequences
   int64_t* numbers = nullptr;          // [5, batch]: query_starts, queries, key_starts, keys, offsets
 
-  // Writes the numbers of entry i. Clamps the numbers of the caller, because they are not validated on a GPU. No
-  // sequence then begins or ends outside the tokens.
+  // Writes the numbers of entry i. Clamps the caller's numbers, because they are not validated on a GPU. So no sequence
+  // begins or ends outside the tokens.
   ATTN_INLINE void write(int64_t i) const {
     const int64_t n = i % sequences;
     const auto within = [](int64_t number, int64_t last) { return number < 0 ? 0 : number < last ? number : last; };
@@ -112,7 +114,8 @@ struct PackedSequences {
   }
 };
 
-// The attention problem itself, shared by every kernel. score.h defines a score, geometry.h addresses.
+// The attention problem itself, which every kernel gets. score.h defines its scores, and geometry.h defines its
+// addresses.
 struct Problem {
   int batch_dims = 0;
   int64_t batch_size[kMaxBatchDims] = {};
@@ -137,9 +140,9 @@ struct Problem {
   // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
   int factor_bits = 53;
 
-  // If sequences are packed, the last dimension of the batch counts them and has stride 0. Sequence n begins at row
-  // query_starts[n] (key_starts[n]) of an operand. The starts, [batch], are on the device. `sequences` is 0 if no
-  // sequences are packed.
+  // If sequences are packed, the last dimension of the batch counts them and has stride 0. The sequence of batch entry
+  // n begins at row query_starts[n] of an operand of queries, and at row key_starts[n] of an operand of keys. Both
+  // arrays have the shape [batch] and are on the device. `sequences` is 0 if no sequences are packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;  // null where keys are in pages
@@ -155,21 +158,22 @@ struct Problem {
   Operand key;
   Operand value;
   Operand mask;
-  // One byte, with the bits kSomeVisible and kSomeChanged, for each tile of kScoreTile queries and keys of the mask:
-  // [*batch, head, tile of queries, tile of keys]. With these bytes, heads that share a mask read the mask once. Null
-  // data if not computed.
+  // For each tile of the mask (kScoreTile queries and kScoreTile keys), one byte with the bits kSomeVisible and
+  // kSomeChanged: [*batch, head, tile of queries, tile of keys]. Heads that share a mask learn from these bytes which
+  // tiles of the mask they must read. `data` is null if the bytes are not computed.
   Operand mask_tiles;
 
-  // Dropout. `rng` holds, along its columns, int64 (seed, offset, period). Philox4x32-10 with key `seed` and counter
-  // (j / 4, i, r, offset) decides the weight of query i and key j in head r = (batch * heads + head) % period: it is
-  // kept if word j % 4 is below `keep_below`. The period is the number of heads in the call that drew the seed.
-  // Therefore the random numbers of a sample stay the same when vmap adds batch dimensions in front.
+  // Dropout. The columns of `rng` are (seed, offset, period), in int64. For query i and key j, Philox4x32-10 with key
+  // `seed` and counter (j / 4, i, r, offset) draws four words. Here r = (batch * heads + head) % period is the number
+  // of the head. The weight of query i and key j is kept if word j % 4 is below `keep_below`. The period is the number
+  // of heads in all batch entries of the call that drew the seed. Therefore the random numbers of a sample stay the
+  // same when vmap adds batch dimensions in front.
   Operand rng;
   uint64_t keep_below = 0;
   double keep_scale = 1;  // 1 / (1 - p), 0 for p = 1
 
-  // A score_mod, a mask_mod or both, on a CPU; null if the call has neither. With a program, the rows of a tile are of
-  // one head (group = 1).
+  // A score_mod, a mask_mod or both, on a CPU; null if the call has neither. If there is a program, all rows of a tile
+  // belong to one head (group = 1).
   const PairProgram* program = nullptr;
 
   // Heads [g * group, (g + 1) * group) read the same key head and the same value head. Their rows form one list: row r
@@ -180,18 +184,19 @@ struct Problem {
 };
 
 // Statistics of rows are contiguous [batch, heads, L], or [heads, tokens] with packed sequences, in float32 (float64
-// for float64 inputs). The logsumexp is a pair of numbers, [batch, heads, L, 2]. If scores are near -1e9 (in a mask row
-// of finfo.min, say), one number has no digits left for log(sum), and weights exp(x - logsumexp) would not sum to 1.
-// Each device defines its own pair. Only the kernels of that device and operators/logsumexp_pair.cpp read the pair. The
-// pair of a row without keys is (-inf, 0). Any other row has the pair:
-//   CPU   (m, l): the weight of key j is 2^((x_j - m) slope - l), where x_j is the key's product or score, and m is
-//         near the largest x_j (log2_slope in cpu/tiles/scores.inl). logsumexp = (m slope + l) / log2(e). The weight of
-//         a single key is exactly 1.
+// for float64 inputs). The logsumexp is a pair of numbers, [batch, heads, L, 2]. If all scores of a row are near -1e9
+// or finfo.min (because a mask adds such a number to each), a single number has no digits left for log(sum), and the
+// weights exp(x - logsumexp) would not sum to 1. Each device defines its own pair. Only the kernels of that device and
+// operators/logsumexp_pair.cpp read the pair. The pair of a row without keys is (-inf, 0). Any other row has the pair:
+//   CPU   (m, l): the weight of key j is 2^((x_j - m) slope - l). Here x_j is the key's product or score, m is near the
+//         largest x_j, and slope is log2_slope() of cpu/tiles/scores.inl. logsumexp = (m slope + l) / log2(e). If a row
+//         sees a single key, the weight of this key is exactly 1.
 //   CUDA  the rounded logsumexp and its rounding error
 
-// A problem whose rows are cut into tasks. With few rows and many keys, the keys are cut too, into `splits` chunks of
-// `keys_per_split` keys, which are whole tiles. Each split writes partial results. These results are merged in order
-// afterwards. The cut depends on the shape alone (on CUDA also on the device), so the bits do not depend on threads.
+// A problem whose rows are cut into tasks. If there are few rows and many keys, the keys are cut too, into `splits`
+// chunks. A chunk has `keys_per_split` keys, which fill whole tiles. The task of a chunk writes partial results, which
+// are merged in order afterwards. The shape alone (on CUDA also the device) decides how rows and keys are cut, so the
+// bits of results do not depend on the number of threads.
 struct RowParams : Problem {
   int64_t rows_per_task = 0;
   int64_t splits = 1;
@@ -202,9 +207,9 @@ struct RowParams : Problem {
 };
 
 struct ForwardParams : RowParams {
-  // Keys and values of 8 bits have a float32 each, [*batch, key or value head, row], without columns. A product is
-  // multiplied by its key's scale, before anything else. A weight is multiplied by its value's scale in the output, not
-  // in the sum of weights. Null data if there are none.
+  // Each key and each value of 8 bits has a scale, a float32: [*batch, key or value head, row], without columns. A
+  // product is multiplied by the scale of its key before anything else. A weight is multiplied by the scale of its
+  // value in the output, but not in the sum of weights. `data` is null if there are no scales.
   Operand key_scale;
   Operand value_scale;
   Operand output;
@@ -222,9 +227,10 @@ struct ForwardParams : RowParams {
 
   void* prepacked = nullptr;  // keys and values in the kernel's own layout, if the kernel packs them once for all tasks
 
-  // Whether slopes or sinks need a derivative. The residual then has data and also contains the output's error from
-  // rounded weights. Without this part of the residual, delta = <dO, O> is accurate enough for dS. But the sum over j
-  // of dS_ij is then not 0, and the gradient of a slope multiplies this error by distances.
+  // Whether slopes or sinks need a derivative. If so, the residual has data, and it also contains the error that
+  // rounded weights cause in the output. Without this part of the residual, delta = <dO, O> is accurate enough for dS.
+  // But the sum over j of dS_ij then differs from 0 by an error, and the gradient of a slope multiplies this error by
+  // distances.
   bool exact_residual = false;
 };
 
@@ -233,11 +239,11 @@ struct BackwardParams : Problem {
   Operand residual;
   Operand grad_output;
   const void* logsumexp = nullptr;
-  // The gradient of each row's row_logsumexp, [batch, heads, L]; null: 0.
+  // The gradient of each row's row_logsumexp, [batch, heads, L]. If null, this gradient is 0.
   const void* grad_logsumexp = nullptr;
   void* delta = nullptr;  // on CUDA: delta_i, [batch, heads, L]; with grad_logsumexp also each delta_i's rounding error
 
-  // Null data if a gradient is not wanted.
+  // `data` is null if the gradient is not wanted.
   Operand grad_query;
   Operand grad_key;
   Operand grad_value;
@@ -249,13 +255,14 @@ struct BackwardParams : Problem {
   void* grad_mask_rows = nullptr;
   TermGradients* grad_terms = nullptr;  // of the terms of `program`; null if not wanted
 
-  // Query heads [u * span, (u + 1) * span) cover whole key heads and whole value heads.
+  // Query heads [u * span, (u + 1) * span) form a span. A span contains all query heads that share one of its key heads
+  // or value heads. A task goes over the rows of a group in passes of `rows_per_pass` rows.
   int64_t span = 1;
   int64_t rows_per_pass = 0;
   // The shape alone decides how keys are cut into chunks. The chunks' shares of grad_query are added in order. If
-  // all_chunks_at_once, one task computes all chunks of a span. Otherwise each chunk is a task. The task adds its share
-  // to grad_query_sum, which has the compute dtype and may be grad_query itself, once turns[number of the pass] says
-  // that all earlier chunks are added.
+  // all_chunks_at_once, one task computes all chunks of a span. Otherwise each chunk of a span is a task. In each pass,
+  // the task waits until turns[number of the pass] says that all earlier chunks are added. Then the task adds its share
+  // to grad_query_sum, which has the compute dtype and may be grad_query itself.
   int64_t chunks = 1;
   int64_t keys_per_chunk = 0;
   bool all_chunks_at_once = false;
@@ -267,12 +274,12 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t keys_per_task() const { return all_chunks_at_once ? keys : keys_per_chunk; }
   ATTN_INLINE constexpr int64_t spans() const { return batch * (heads / span); }
   ATTN_INLINE constexpr int64_t passes() const { return (rows() + rows_per_pass - 1) / rows_per_pass; }
-  // Tasks over whole rows, each of kScoreTile rows of a group of heads.
+  // The number of tasks that compute gradients of whole rows. Each task has kScoreTile rows of a group of heads.
   ATTN_INLINE constexpr int64_t row_tasks() const { return batch * groups() * row_tiles(); }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (rows() + kScoreTile - 1) / kScoreTile; }
 
-  // Whether several scores share a number of the mask. If so, a separate pass sums the mask's gradient. The tasks of
-  // this pass own disjoint parts of the gradient. Otherwise the main pass writes the gradient.
+  // Whether several scores share a number of the mask. If so, a separate pass sums the mask's gradient, and the tasks
+  // of this pass own disjoint parts of the gradient. If not, the main pass writes the gradient.
   bool mask_is_shared = false;
   int64_t mask_slices = 0;     // different (batch, head) slices of the mask
   int64_t mask_row_tasks = 0;  // blocks of queries, 1 if all queries share one row
@@ -280,7 +287,8 @@ struct BackwardParams : Problem {
   ATTN_INLINE constexpr int64_t mask_tasks() const { return mask_slices * mask_row_tasks * mask_key_tasks; }
 };
 
-// A direction t in the space of inputs, along which derivatives are taken. Null data: that part of t is 0.
+// A direction t in the space of inputs, along which derivatives are taken. If the data of a part of t is null, this
+// part is 0.
 struct Tangents {
   Operand query;
   Operand key;
@@ -290,7 +298,7 @@ struct Tangents {
   const void* sinks = nullptr;
 };
 
-// J t, the derivative of the output along t.
+// J t, the derivative of the output along t. J is the Jacobian of the output.
 struct TangentParams : RowParams {
   Tangents t;
   Operand output;
@@ -338,14 +346,14 @@ struct StatsParams : RowParams {
   ATTN_INLINE constexpr int64_t key_tasks_of_head() const { return (keys + keys_per_task - 1) / keys_per_task; }
 };
 
-// The weights and scores of every row, for devices that have a kernel for them.
+// The weights and scores of every row. Only the CPU has a kernel that computes them.
 struct WeightsParams : Problem {
   Operand weights;  // [*batch, heads, L, S]; if of_all_heads, the mean over the heads, [*batch, 1, L, S]
   Operand scores;   // [*batch, heads, L, S]; data may be null
   Operand output;   // [*batch, heads, L, Ev]; data may be null
   bool of_all_heads = false;
 
-  // A task computes a tile of rows of one head or of all heads.
+  // A task computes a tile of rows of one head or, if of_all_heads, of all heads.
   ATTN_INLINE constexpr int64_t tasks() const { return batch * head_tasks() * row_tiles(); }
   ATTN_INLINE constexpr int64_t head_tasks() const { return of_all_heads ? 1 : heads; }
   ATTN_INLINE constexpr int64_t row_tiles() const { return (queries + kScoreTile - 1) / kScoreTile; }

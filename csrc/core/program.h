@@ -2,8 +2,8 @@
 // operations on tiles.
 //
 // The operators check the caller's string, differentiate it and turn it into lists (operators/program.h). A kernel only
-// evaluates lists. A value is a number of the compute dtype, a whole number of the same size, or a boolean: all bits
-// set, or none.
+// evaluates lists. A value is a number of the compute dtype, a whole number of the same size, or a boolean. In a
+// boolean, either all bits are set or none.
 #pragma once
 
 #include "core/params.h"
@@ -41,12 +41,12 @@ enum class Op : uint8_t {
   maximum_whole,
   floor_divide,  // rounds down; by 0: 0
   remainder,     // has the sign of the divisor; by 0: 0
-  // all bits of whole numbers and booleans
+  // bitwise, on whole numbers or booleans
   bit_and,
   bit_or,
   bit_xor,
   bit_not,
-  // booleans
+  // comparisons: the results are booleans
   eq,
   ne,
   lt,
@@ -58,9 +58,9 @@ enum class Op : uint8_t {
   // values of any kind
   where,
   lookup,          // number x of a table, plus y * z
-  lookup_tangent,  // of its derivative along a direction
-  float_of,        // of a whole number
-  whole_of,        // of a number, rounded towards 0
+  lookup_tangent,  // likewise, of the table's derivative along a direction
+  float_of,        // a whole number as a number
+  whole_of,        // a number, rounded towards 0, as a whole number
 };
 
 // What a list reads.
@@ -88,7 +88,7 @@ enum class Leaf : uint8_t {
   query,  // i
   key,    // j
 };
-// The number of kinds of leaves in tensors. PairProgram::terms has a tensor for each kind, in the order of Leaf.
+// The number of kinds of leaves that tensors hold. PairProgram::terms has a tensor for each kind, in the order of Leaf.
 constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf::row_term);
 
 struct LeafOfList {
@@ -108,8 +108,8 @@ struct Step {
 struct ResultOfList {
   int16_t from;
   LeafOfList of;  // if this is a gradient, the leaf whose gradient it is; Leaf::score stands for scale * product
-  // If table is not -1, the result is the gradient of this table's number at the operand `index`, and `of` means
-  // nothing.
+  // If `table` is not -1, the result is the gradient of a number of this table, and `of` means nothing. The operand
+  // `index` says which number of the table it is.
   int8_t table = -1;
   int16_t index = 0;
 };
@@ -130,15 +130,16 @@ struct List {
   bool reads_product;  // or the value that `keeping` stored
 };
 
-// One tensor of leaves, [batch, heads, L or S or L + S - 1, columns], of the compute dtype, or int32 for whole numbers.
-// Strides count elements, and are 0 where the tensor is broadcast.
+// One tensor of leaves, [batch, heads, n, columns], where n is L, S or L + S - 1. Its dtype is the compute dtype, or
+// int32 if the leaves are whole numbers. Strides count elements, and are 0 where the tensor is broadcast.
 struct Terms {
   const void* data = nullptr;
   int64_t entry = 0, head = 0, row = 0, col = 0;
 };
 
-// A table of numbers, [batch, heads, n, size] in the compute dtype. The index of a lookup is a function of the pair. n
-// is 1, or L if each query has its own numbers, or S if each key has its own numbers. These are contiguous.
+// A table of numbers, [batch, heads, n, size] in the compute dtype. n is 1, or L if each query has its own numbers, or
+// S if each key has its own numbers. The `size` numbers among which a lookup chooses are contiguous. The index of a
+// lookup is a function of the pair.
 enum class TableOf : int8_t { all, queries, keys };
 struct Table {
   Terms numbers, tangent;  // null data: there is none
@@ -147,15 +148,16 @@ struct Table {
 };
 constexpr int kMostTables = 4;
 
-// The gradients of terms, in the compute dtype; null if not wanted. For distances, each chunk of keys has its own sum.
-// These sums are added in order afterwards.
+// The gradients of terms, in the compute dtype; null if not wanted. Each chunk of keys has its own sums of the
+// gradients of distance terms. These sums are added in order afterwards.
 struct TermGradients {
   void* rows = nullptr;       // [batch, heads, L, columns]
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
-  // Task t stands in line t % lines. It adds to a copy of the tables once turns[line] says that all earlier tasks of
-  // the line have added. Groups of `lines_of_copy` neighbouring lines share a copy, and add to different numbers of the
-  // copy. If `turns` is null, no two tasks add to the same number.
+  // Several tasks may add to the gradient of the same number of a table. Therefore tasks wait in lines. Task t is in
+  // line t % lines, and begins once turns[line] says that all earlier tasks of the line have ended. The tasks of a line
+  // add to copy line / lines_of_copy of the gradients. Lines that share a copy add to different numbers of the copy. If
+  // `turns` is null, no two tasks add to the same number.
   Terms tables[kMostTables];  // in the first copy; shaped as Table::numbers, contiguous
   bool has_tables = false;
   int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: numbers from one copy to the next
@@ -166,30 +168,32 @@ ATTN_INLINE const TermGradients& gradients_of_terms(const BackwardParams& p) {
   return p.grad_terms ? *p.grad_terms : kNoTermGradients;
 }
 
-// Data that all kernels of a call with a program share. Pair (i, j) has distance i - j + keys - 1.
+// The data that all kernels of a call share if the call has a program. Pair (i, j) has distance i - j + keys - 1.
 struct PairProgram {
   int64_t batch = 1, heads = 1, queries = 0, keys = 0;  // of the whole call: entries, H, L and S
   int columns[kTermKinds] = {};
   Terms terms[kTermKinds];
   Table tables[kMostTables];
-  // Describes the first pair whose index is outside of its table by three numbers: i * S + j, the index and the size of
-  // the table. The first number is -1 if there is no such pair.
+  // Three numbers that describe the first pair whose index is outside of its table: i * S + j, the index and the size
+  // of the table. The first number is -1 if there is no such pair.
   int64_t* wrong = nullptr;
-  // Null if there is no score_mod, or the kernel needs none.
+  // Null if there is no score_mod, or if the kernel does not need it.
   const List* score = nullptr;
   PairMask* mask = nullptr;  // null if there is no mask_mod
-  // Computes the score and the one value that lists of derivatives read in place of the product. Null if they read the
-  // product itself.
+  // Computes the score, and a value that the lists of derivatives read in place of the product. Null if the lists of
+  // derivatives read the product itself.
   const List* keeping = nullptr;
   const List* gradient = nullptr;          // turns dS into the gradients of scale * product and of leaves
   const List* tangent = nullptr;           // the derivative of the score along t
   const List* tangent_gradient = nullptr;  // the derivatives along t of the results of `gradient`, in their order
 };
 
-// The pairs that a mask_mod shows, by tiles of kScoreTile queries and keys. `tiles` holds kNoPair, kAllPairs or the
-// index of the tile in `bits`. Word j of a tile has a bit for each query of the tile.
+// The pairs that a mask_mod shows, in tiles of kScoreTile queries and kScoreTile keys. For each tile, `tiles` holds
+// kNoPair, kAllPairs or the tile's index in `bits`. Word j of a tile in `bits` belongs to key j, and has a bit for each
+// query of the tile.
 //
-// The caller may also give blocks of any size. A block is hidden, shown, or partial: its pairs are left to the list.
+// The caller may also give blocks of any size. A block is hidden, shown or partial. `list` decides which pairs of a
+// partial block are shown.
 constexpr int32_t kNoPair = -1, kAllPairs = -2;
 constexpr uint8_t kHiddenBlock = 0, kPartialBlock = 1, kFullBlock = 2;
 struct PairMask {

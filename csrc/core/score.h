@@ -23,7 +23,7 @@ struct Range {
   ATTN_INLINE constexpr bool empty() const { return first >= last; }
   ATTN_INLINE constexpr bool contains(int64_t i) const { return first <= i && i < last; }
 };
-// The intersection of two ranges, and the smallest range that holds both.
+// common() returns the intersection of two ranges, and hull() returns the smallest range that contains both.
 ATTN_INLINE constexpr Range common(Range a, Range b) { return {larger(a.first, b.first), smaller(a.last, b.last)}; }
 ATTN_INLINE constexpr Range hull(Range a, Range b) {
   if (a.empty() || b.empty()) return a.empty() ? b : a;
@@ -34,22 +34,22 @@ ATTN_INLINE constexpr Range in_tiles(Range r, int64_t tile) {
   return {r.empty() ? r.last : r.first / tile * tile, r.last};
 }
 
-// The linear part of a score, scale * product. T: the compute dtype; V: T, or a vector of T.
+// The linear part of a score, scale * product. T is the compute dtype. V is T or a vector of T.
 template <class T>
 struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // Changes nothing, for products that are scores already.
+  // Returns the function that changes nothing. It serves for products that are scores already.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>
   ATTN_INLINE constexpr V operator()(V product) const {
     return product * scale;
   }
-  // d score / d product. It is the same for every product, so kernels multiply a sum by it, not each summand:
-  // dQ_i = slope * sum_j dS_ij k_j, and a tangent of scores is slope * (the tangent of the products). The cap is not
-  // linear: kernels first multiply dS_ij by the cap's derivative.
+  // Returns d score / d product. This slope is the same for every product, so kernels multiply a sum by the slope, not
+  // each summand: dQ_i = slope * sum_j dS_ij k_j. Likewise, a tangent of scores is slope * (the tangent of the
+  // products). The cap is not linear, so kernels first multiply dS_ij by the cap's derivative.
   ATTN_INLINE constexpr T slope() const { return scale; }
 
   // Whether a larger product has a larger score.
@@ -57,8 +57,8 @@ struct ScoreFunction {
 };
 
 // The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Both are 0
-// where y is +-1, as at a product of +-inf. They are computed from y, not from the score c y. The score is rounded once
-// more than y, and near the cap 1 - y^2 is as small as that rounding error.
+// where y is +-1, for example if the product is +-inf. They are computed from y, not from the score c y, because the
+// score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of this rounding.
 template <class T>
 struct SoftCap {
   T inverse;
@@ -74,7 +74,7 @@ struct SoftCap {
   }
 };
 ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
-// Whether a score needs more than scaling its product, before a mask is added.
+// Whether a cap, slopes or a score_mod change the scaled product before a mask is added.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {
   return p.softcap > 0 || p.alibi_slopes || has_score_mod(p);
 }
@@ -87,8 +87,8 @@ ATTN_INLINE constexpr bool leaves_products(const Problem& p) {
   return !adds && divides && ScoreFunction<T>::of(p).keeps_order();
 }
 
-// The functions below say which keys queries see, apart from the mask (Sequence). Queries and keys are numbered within
-// their sequence.
+// The functions below say which keys the queries of a Sequence see. They ignore the mask. Queries and keys are numbered
+// within their sequence.
 
 // Returns the keys that some query of the range sees. The range must not be empty.
 ATTN_INLINE constexpr Range visible_keys(const Sequence& s, Range queries) {

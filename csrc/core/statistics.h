@@ -42,14 +42,15 @@ template <class T>
 ATTN_INLINE constexpr T common_reference(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return a.largest > b.largest ? a.largest : b.largest;
 }
-// Rescales a part to `reference`. `exponent` is exponent_of(part.largest, reference, slope), `weight` is 2^exponent.
+// Rescales a part to `reference`. `exponent` is exponent_of(part.largest, reference, slope), and `weight` is
+// 2^exponent.
 template <class T>
 ATTN_INLINE constexpr RowStatistics<T> brought_to(T reference, const RowStatistics<T>& part, T exponent, T weight) {
   if (part.largest == reference) return part;
   const T sum = part.ones + part.rest;
   return {reference, 0, sum == 0 ? 0 : sum * weight, sum == 0 ? 0 : (part.moment + exponent * sum) * weight};
 }
-// The sum of two parts with the same reference. No score of either may be NaN.
+// Returns the sum of two parts with the same reference. No score of either part may be NaN.
 template <class T>
 ATTN_INLINE constexpr RowStatistics<T> added(T reference, const RowStatistics<T>& a, const RowStatistics<T>& b) {
   return {reference, a.ones + b.ones, a.rest + b.rest, a.moment + b.moment};
@@ -68,15 +69,16 @@ struct FinishedRow {
   T reference, inverse_sum;
 };
 
-// Returns l - 1, which is -1 without keys and sink. Its log1p() is the argument `log_sum` of finished(). `sink` is the
-// weight of the sink relative to the row's reference, or 0 without a sink. The reference is at least the sink.
+// Returns l - 1, which is -1 if the row has neither keys nor a sink. The log1p() of this number is the argument
+// `log_sum` of finished(). `sink` is the weight of the sink relative to the row's reference, or 0 without a sink. The
+// reference is at least the sink.
 template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;
 }
-// `largest` is the maximum over all keys. `scale` turns `largest` and the reference into scores. A score of +inf makes
-// the sum NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l) is multiplied by the keys'
-// share of the sum.
+// Returns the results of a row. `largest` is the maximum over all keys. `scale` turns `largest` and the reference into
+// scores. A score of +inf makes the sum NaN (inf - inf), though no score is NaN. The entropy omits the sink, so log(l)
+// is multiplied by the keys' share of the sum.
 template <class T>
 ATTN_INLINE constexpr FinishedRow<T> finished(const RowStatistics<T>& s, T largest, T scale, double sink,
                                               double log_sum, T infinity) {

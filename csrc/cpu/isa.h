@@ -2,8 +2,8 @@
 // the tables.
 #pragma once
 
-// Includes these headers before the target regions of cpu/isa/*.cpp begin. In a region their inline code would be
-// compiled for one instruction set, and the linker might use that copy everywhere.
+// These headers are included before the target regions of cpu/isa/*.cpp begin (ATTN_TARGET). Inside a region, the
+// inline code of the headers would be compiled for one instruction set, and the linker might use that copy everywhere.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -19,7 +19,7 @@
 
 #include "core/params.h"
 
-// Compiles the code from here to ATTN_END_TARGET for a processor with these instructions.
+// Begins a target region: the code from here to ATTN_END_TARGET is compiled for a processor with these instructions.
 #define ATTN_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define ATTN_TARGET(instructions) \
@@ -47,9 +47,9 @@ struct OnThread {
 };
 
 // A kernel runs a task in a workspace of at least workspace() bytes, which is 64-byte aligned and which no other thread
-// uses. The result of a task depends on the task's number alone, so any thread may run it at any time. (But tasks of
-// BackwardKernels wait for each other.) Functions with arguments `first` and `last` take the rows [first, last) of the
-// flat list [batch, heads, L].
+// uses. The result of a task depends on the task's number alone, so any thread may run it at any time. (But a task of
+// BackwardKernels may wait for earlier tasks.) Functions with arguments `first` and `last` take the rows [first, last)
+// of the flat list [batch, heads, L].
 struct ForwardKernels {
   int64_t (*workspace)(const ForwardParams&);
   void (*run)(const ForwardParams&, int64_t task, char* workspace);
@@ -74,7 +74,7 @@ struct OnePassKernels {
 };
 
 // Tasks that compute chunks of the same span of heads wait for each other (BackwardParams::turns). So threads take
-// tasks one by one, in the order of their numbers.
+// tasks one by one, in the order of their numbers. No task then waits for a task that has not begun.
 template <class Params>
 struct BackwardKernels {
   int64_t (*workspace)(const Params&);
@@ -87,7 +87,7 @@ struct BackwardKernels {
 struct StatsKernels {
   int64_t (*workspace)(const StatsParams&);
   void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass: writes p.partial, p.scores
-  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // its rows: writes the results and p.pairs
+  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // some rows: writes the results and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
   OnThread on_thread = {};                                              // around rows() and keys()

@@ -1,5 +1,5 @@
-// AVX-512 with VDPBF16PS (Zen 4, Cooper Lake and later), an instruction that computes two products per lane. It pays on
-// processors that run it at the rate of FMAs, as AMD's do.
+// AVX-512 with VDPBF16PS (Zen 4, Cooper Lake and later), an instruction that computes two products per lane. The
+// instruction saves time on processors that run it at the rate of FMAs, as AMD's do.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)

@@ -1,15 +1,15 @@
 // The tile instructions of AMX, as inline assembly. GCC's intrinsics do not tell the compiler that loading a tile reads
-// memory, so the compiler might move earlier stores behind the load. A file of the same name in tests/stand_in/cpu does
-// in software what these instructions do.
+// memory, so the compiler might move earlier stores behind the load. A file of the same name in tests/stand_in/cpu
+// emulates these instructions in software.
 #pragma once
 
 #include "cpu/simd/simd.inl"
 
 namespace attn::ATTN_ISA {
 
-// From this many queries and keys on, tiles multiply numbers that are split in two. In shorter sequences, splitting
-// takes longer than the tiles save. (Relative to FMAs, the speed is 0.8 with 128 keys, 1.05 with 197 keys and 1.45 with
-// 512 keys.)
+// If a call has at least this many queries and this many keys, tiles also multiply numbers that must be split into two
+// bfloat16. In shorter sequences, splitting takes longer than the tiles save. (Relative to FMAs, the speed is 0.8 with
+// 128 keys, 1.05 with 197 keys and 1.45 with 512 keys.)
 constexpr int64_t kLongInTwoParts = 192;
 
 // Configures eight tiles of 16 rows of 16 slots. A thread releases its tiles after its last task, because the operating

@@ -39,7 +39,7 @@ ATTN_INLINE Shorts<float> widened(Bytes<float> b) {
   return bit_cast<Shorts<float>>(_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bit_cast<long long>(b))));
 }
 
-// Does what any() of simd/vectors.inl does, but one instruction sets the flag that a branch tests.
+// Like any() of simd/vectors.inl, but a single instruction sets the flag that a branch tests.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {

@@ -44,7 +44,7 @@ ATTN_INLINE Shorts<float> widened(Bytes<float> b) {
   return bit_cast<Shorts<float>>(_mm256_cvtepu8_epi16(bit_cast<__m128i>(b)));
 }
 
-// Does what any() of simd/vectors.inl does, but one instruction sets the flag that a branch tests.
+// Like any() of simd/vectors.inl, but a single instruction sets the flag that a branch tests.
 template <class M>
   requires(sizeof(M) == kVectorBytes)
 ATTN_INLINE bool any(M mask) {
@@ -82,7 +82,7 @@ ATTN_INLINE Vec<float> from_nearest(Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 }
 
-// p * 2^floor(x)
+// Returns p * 2^floor(x).
 ATTN_INLINE Vec<float> scaled(Vec<float> p, Vec<float> x) {
   return bit_cast<Vec<float>>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));
 }

@@ -18,7 +18,7 @@ ATTN_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, Vec<float> a, Vec<f
 ATTN_INLINE Shorts<float> round_to_bfloat16(Vec<float> x) {
   return bit_cast<Shorts<float>>(_mm512_cvtneps_pbh(bit_cast<__m512>(x)));
 }
-// Rounds two vectors to bfloat16. The low half of the result holds `first`, the high half `second`.
+// Rounds two vectors to bfloat16. The low half of the result holds `first`, and the high half holds `second`.
 ATTN_INLINE Vec<float> joined_bfloat16(Vec<float> first, Vec<float> second) {
   return bit_cast<Vec<float>>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
 }

@@ -1,4 +1,4 @@
-// Any instruction set with vectors of 16 bytes; on x86-64 it is SSE2.
+// The operations for any instruction set with vectors of 16 bytes. On x86-64 this is SSE2.
 #pragma once
 
 #ifndef ATTN_ISA  // included by itself

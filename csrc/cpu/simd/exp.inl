@@ -65,8 +65,8 @@ ATTN_INLINE void exp2_of_degree(Vec<float> (&x)[N]) {
 
 // Replaces every x <= 127 (1023 in double) by 2^x, within 1 ulp. 2^0 is exactly 1. Results near or below the least
 // normal number become 0. NaN stays NaN. With x = n + r, where n is an integer, 2^x = 2^n 2^r. If the caller computes x
-// as a product, compilers fuse this product with the additions below. Each step is done for all N vectors before the
-// next step, because a vector's next step needs the result of its last step and processors look ahead only a little.
+// as a product, compilers fuse this product with the additions below. The code does each step for all N vectors before
+// the next step, because the steps of one vector wait for each other, and processors look ahead only a little.
 template <class T, int N>
 ATTN_INLINE void exp2(Vec<T> (&x)[N]) {
   if constexpr (kHasExp2 && sizeof(T) == 4) {

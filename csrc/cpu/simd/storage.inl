@@ -54,15 +54,17 @@ ATTN_INLINE Vec<T> load_as(const Int8* p) {
   __builtin_memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(widened(bytes), Vec<T>);
 }
-// Loads 1 / kFloat8 times the numbers, because a half with these bits of exponent and mantissa is that, whether normal
-// or subnormal. read_scales() multiplies scales by kFloat8 instead.
+// Loads the numbers divided by kFloat8, because a half with the exponent and mantissa bits of a Float8 is 1 / kFloat8
+// times the Float8, whether the half is normal or subnormal. To make up for it, read_scales() multiplies scales by
+// kFloat8.
 constexpr float kFloat8 = 0x1p8f;
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Float8* p) {
   Bytes<T> bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
   using Signed = typename VectorOf<int16_t, kLanes<T>>::type;
-  // Shifts the sign and the other 7 bits to their places. The shift copies the sign, too.
+  // The shift by 1 moves 7 bits to their places and keeps the sign in its place. It also copies the sign to bit 14,
+  // which 0xbf80 clears.
   const Shorts<T> half =
       bit_cast<Shorts<T>>(bit_cast<Signed>(widened(bytes) << 8) >> 1) & static_cast<uint16_t>(0xbf80);
   const auto is_nan = (half & static_cast<uint16_t>(0x3f80)) == static_cast<uint16_t>(0x3f80);
@@ -115,7 +117,8 @@ ATTN_INLINE void store_as(float* p, Vec<double> v) {
   __builtin_memcpy(p, &narrow, sizeof narrow);
 }
 
-// Load and store `count` < kLanes elements. Read or write nothing beyond these elements.
+// load_some() and store_some() load and store `count` < kLanes elements. They read or write nothing beyond these
+// elements.
 template <class T, class S>
 ATTN_INLINE Vec<T> load_some(const S* p, int64_t count) {
   S buffer[kLanes<T>] = {};

@@ -14,8 +14,9 @@ template <class T, int kUnit, int kSpan, class Indices>
 struct EveryOther;
 template <class T, int kUnit, int kSpan, int... I>
 struct EveryOther<T, kUnit, kSpan, std::integer_sequence<int, I...>> {
-  // Returns the number of the element that becomes element i. Units are counted within spans of kSpan elements.
-  // Elements of `b` have numbers from kLanes on.
+  // Returns the number of the element that becomes element i of the result. The elements of `a` have the numbers below
+  // kLanes, and the elements of `b` have the numbers from kLanes on. Each span of kSpan elements is split into even and
+  // odd units on its own.
   static constexpr int source(int i, int odd) {
     const int unit = i % kSpan / kUnit, units = kSpan / kUnit;
     const int from = 2 * unit % units + odd;
@@ -72,7 +73,7 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
-// Lane i: element places[i] of x.
+// Returns the vector whose lane i is element places[i] of x.
 template <class T>
 ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
 #if defined(__clang__)
@@ -84,9 +85,9 @@ ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
 #endif
 }
 
-// Lane j: the sum of the elements of row j; kLanes rows are contiguous. As in a transposition, a step takes even and
-// odd units of two vectors, but adds them. So kRows rows become one vector, which has kLanes / kRows partial sums of
-// each row.
+// Returns the vector whose lane j is the sum of the elements of row j. The rows are contiguous, and there are kLanes
+// rows. As in a transposition, a step takes the even and the odd units of two vectors, but adds them. So kRows rows
+// become one vector, which has kLanes / kRows partial sums of each row.
 template <class T, int kRows = kLanes<T>>
 ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
   if constexpr (kRows == 1) {
@@ -112,7 +113,8 @@ ATTN_INLINE void transpose_bits(uint64_t (&rows)[64]) {
       }
 }
 
-// Returns a mask. All bits of its lane i are set if bit i of `bits` is set, else none.
+// Returns a mask. In lane i of the mask, all bits are set if bit i of `bits` is set. Otherwise no bit of the lane is
+// set.
 template <class T>
 ATTN_INLINE auto lanes_of_bits(uint64_t bits) {
   using U = UInt<T>;

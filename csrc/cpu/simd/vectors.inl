@@ -97,13 +97,13 @@ ATTN_INLINE Vec<T> with_sign(Vec<T> x, Vec<T> of) {
   return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) | (bit_cast<Vec<UInt<T> > >(of) & kSignBit<T>));
 }
 
-// Returns the larger number, lane by lane. Skips a NaN in `x`.
+// Returns the larger number, lane by lane. Where `x` is NaN, returns `best`.
 template <class V>
 ATTN_INLINE V max_number(V x, V best) {
   return x > best ? x : best;
 }
 
-// The largest number of a vector that has no NaN.
+// Returns the largest number of a vector, which must not have a NaN.
 template <class V>
 ATTN_INLINE auto largest_of(V v) {
   auto largest = v[0];
