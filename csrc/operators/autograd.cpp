@@ -74,7 +74,8 @@ Direction tangent_of(const Call& x) {
 }
 // The derivative of the rows' logsumexp: the sum of the two numbers per row that _sdpa_tangent returns.
 Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
-// Both numbers of a row have the gradient of their sum, so the gradient of the first one is enough.
+// The logsumexp's derivative is the sum of two numbers per row. Both numbers have the gradient of that sum, so this
+// function reads only the gradient of the first number.
 GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
   GradResults u{grads[0], std::nullopt};
   if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();
@@ -137,8 +138,8 @@ class Kept {
   std::array<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
 };
 
-// The number of edges of an argument of type T, one for each input. Results of the forward have no edges, because they
-// count as constants (see above).
+// How many edges a node has for an argument of type T: one for each input in T. Results of the forward have no edges,
+// because they count as constants (see above).
 template <class T>
 constexpr size_t kEdges = kInputs<T>;
 template <>
@@ -218,8 +219,8 @@ struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
 
   // Releases the node's mutex before it calls the engine, because the engine runs other nodes, which lock their own
-  // mutexes. The edges, not the tensors, decide which gradients are computed, because the tensors of torch.func.vjp no
-  // longer require gradients after it has returned.
+  // mutexes. The node's edges decide which gradients are computed. The tensors cannot decide it, because tensors of
+  // torch.func.vjp do not require gradients after torch.func.vjp has returned.
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);

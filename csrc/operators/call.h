@@ -34,8 +34,9 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions in the comment of its kind. The order matters: first the
-// kinds that autocast casts, then other kinds that may have a derivative, then other kinds of tensors, then the rest.
+// What an argument is. The comments below give the dimensions that a tensor of each kind broadcasts to. The order
+// matters: first the kinds that autocast casts, then other kinds that may have a derivative, then other kinds of
+// tensors, then the rest.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, but no score depends on them
@@ -109,8 +110,9 @@ struct Call {
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
-  // Functions of the pair (program.h). The tensors that they read have the compute dtype or int32 and broadcast to
-  // [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
+  // Functions of a pair of a query and a key (program.h). The tensors that these functions read have the compute dtype
+  // or int32 and broadcast to [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j +
+  // S - 1.
   std::optional<std::string> score_mod{}, mask_mod{};
   // Beside a score_mod, attn_mask is not a mask: it holds the number that score_mod reads for each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
@@ -120,8 +122,9 @@ struct Call {
   // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
   std::optional<at::Tensor> blocks{};
   std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
-  // Scales of keys and values of 8 bits (is_8_bit), float32, which broadcast to these without their last dimension.
-  // The call is one of key * key_scale[..., None] and value * value_scale[..., None], and has no derivatives.
+  // float32 scales of keys and values of 8 bits (is_8_bit). A scale broadcasts to the dimensions of its key or value
+  // except the last one. The call attends to key * key_scale[..., None] and value * value_scale[..., None]. It has no
+  // derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
 
   // The arguments in the order of `attention`. The built-in has the first eight.
@@ -278,8 +281,8 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call from the arguments of sdpa_stats. The key takes the place of the value, of which only the number of
-// heads counts.
+// Makes a call from the arguments of sdpa_stats, which has no value. The key takes its place, because only the value's
+// number of heads matters.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;

@@ -36,13 +36,13 @@ struct WantedWeights {
   bool scores = true;
   bool output = false;
 };
-// Returns the scores, scaled and masked, and the weights: the softmax of the scores, or 0 in a fully masked row. Both
-// are rounded to the query's type. Ignores dropout_p. Results that are not wanted are undefined. The formula computes
-// no output.
+// Returns the scores, scaled and masked, and the weights. The weights are the softmax of the scores, or 0 in a fully
+// masked row. Scores and weights are rounded to the query's type. Ignores dropout_p. Results that are not wanted are
+// undefined. The formula computes no output.
 OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
-// Likewise by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
+// Computes the same by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
 OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
-// Likewise by the kernel, and autograd records the call (autograd.cpp).
+// Calls compute_weights(), and lets autograd record the call (autograd.cpp).
 OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.

@@ -401,8 +401,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether dimension d can be merged with the last kept dimension: in every operand the strides of the two fit a
-  // single dimension.
+  // Whether dimension d can be merged with the last kept dimension. In every operand, one stride must then serve both.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];

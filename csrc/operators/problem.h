@@ -24,16 +24,17 @@ class ProblemBuilder {
   ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state,
                  WriteSequences* write);
 
-  // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.
+  // Describes `tensor` in `operand`, a member of `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
-  // Adds the scale of keys or values, `of`, if there is one.
+  // Adds the scale of `of`, which is the key or the value, if there is a scale.
   void add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
-  // Returns the numbers of a tensor, in contiguous memory that lives as long as the builder.
+  // Returns a pointer to the elements of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
-  // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.
+  // Returns the same for a tensor with one number per head, converted to the compute dtype and expanded to [batch,
+  // heads]. Returns null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.

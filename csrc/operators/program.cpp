@@ -66,7 +66,8 @@ class Graph {
     }
     return false;
   }
-  // Builds value n and its operands again. `built` maps a value to the value that takes its place.
+  // Returns value n with some of the values that it depends on replaced. `built` maps each replaced value to its
+  // replacement, and gets an entry for every value that this function builds.
   int rebuilt(int n, std::unordered_map<int, int>& built) {
     if (const auto found = built.find(n); found != built.end()) return found->second;
     if (is_leaf(n)) return n;
@@ -78,7 +79,7 @@ class Graph {
   }
 
   // Adds an operation whose result has `type`. Simplifies the operation if that changes at most a rounding. Moves
-  // factors that are the same for all pairs outwards, so that they merge.
+  // factors that are the same for all pairs out of sums and products, so that these factors merge into one.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -243,8 +244,8 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   return adjoints;
 }
 
-// The derivative of value n along a direction. `tangents` holds the derivatives of the leaves. This function adds every
-// derivative that it finds.
+// Returns the derivative of value n along a direction, or kNone where that is 0. The caller puts the derivatives of the
+// leaves into `tangents`. This function inserts every derivative that it finds.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
@@ -261,9 +262,9 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int t = tangent(g, v.from[i], tangents);
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
-      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. In the derivative of a
-      // `times` by its second operand, p is the first operand of that `times`, so p comes first. Everywhere else the
-      // tangent comes first.
+      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. If value n is a `times`
+      // and i is its second operand, p is the first operand of value n, so p comes first here, too. In all other
+      // products the tangent comes first.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
     }
@@ -620,8 +621,8 @@ struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
 };
 
-// Returns a value through which all `results` read the score, so that none of them needs the score itself. Computing
-// the value must cost more than a product. Returns kNone if there is no such value.
+// Looks for a value through which every result reads the score, so that no result needs the score itself. The value
+// must cost more than a product: tanh, exp, exp2, log or log1p. Returns kNone if there is no such value.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;

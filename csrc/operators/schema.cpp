@@ -75,7 +75,7 @@ TORCH_LIBRARY(attn, m) {
   define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
              arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
-  // Attention with functions of the pair, as strings (program.h).
+  // Attention with a score_mod and a mask_mod, which are given as strings (program.h).
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   // Attention that also returns its matrices of weights and scores (formulas.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
@@ -119,8 +119,8 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // Convert the forward's pair to the logsumexp, float64 [*, H, L], and back, to merge calls over different keys. The
-  // meaning of the pair depends on the call.
+  // The first operator converts the forward's pair to the logsumexp, float64 [*, H, L]. The second converts the
+  // logsumexp back. They serve to merge calls over different keys. The meaning of the pair depends on the call.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 

@@ -1,6 +1,6 @@
-// Checks the arguments of a call, and finds the shapes that follow from them. The functions of run.cpp call it, below
-// autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic, so that the same
-// code serves dynamic shapes.
+// Checks the arguments of a call, and finds the shapes that follow from them. The functions of run.cpp call validate()
+// below autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic (SymInt), so
+// that the same code also checks dynamic shapes.
 #pragma once
 
 #include "operators/ops.h"
@@ -29,20 +29,19 @@ struct Shape {
   c10::SymDimVector of_entries() const;
 };
 
-// Checks a call of `op`. Throws c10::Error, which names `op`, the argument, its value and what is allowed. Private
-// operators and `attention` give the name of varlen_attention if sequences are packed, of flex_attention if there is a
-// program, else of sdpa.
+// Checks a call of `op`. Throws a c10::Error that names `op`, the argument, its value and what is allowed.
+// ValidatedCall does not know the operator: it passes the name of varlen_attention if sequences are packed, of
+// flex_attention if there is a program, else of sdpa.
 Shape validate(const char* op, const Call& call);
 
 inline void check_allowed(const char* op, const char* name, std::optional<double> number, const Allowed& allowed) {
   TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
 }
 
-// Checks the scale of a tensor of 8 bits, `of`, and that other tensors have none.
+// Checks that `scale` fits `of` if `of` is a tensor of 8 bits, and that there is no `scale` if `of` is another tensor.
 void check_scale(const char* op, const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
-// A call that is validated when this object is made. The functions check what the private operators take beside the
-// call.
+// Validates a call in its constructor. The member functions check the other arguments of the private operators.
 struct ValidatedCall {
   const Call& call;
   const Shape shape = validate(call.is_packed()     ? VarlenOp::name
@@ -73,7 +72,7 @@ inline int64_t number_at(const at::Tensor& t, int64_t i) {
   return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
 }
 
-// The type that kernels compute in. Workspaces and statistics have it too.
+// The type that kernels compute in. It is also the type of workspaces and statistics.
 at::ScalarType compute_dtype(const at::Tensor& query);
 at::TensorOptions compute_options(const at::Tensor& query);
 

@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 using at::functorch::RandomnessType;
 
-// The innermost vmap, and the rank of a mapped call: [mapped, leading dimensions..., head, L, E].
+// The innermost vmap. The query of a mapped call is [mapped, leading dimensions..., head, L, E]; rank() is the number
+// of these dimensions.
 class Batch {
  public:
   const Shape sample;  // the shape of one sample's call
@@ -86,8 +87,8 @@ class Batch {
     return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
-  // Wraps a mapped result, in which the mapped function sees `dims` dimensions. Returns a result of one dimension (an
-  // empty residual) as it is, because all samples share it.
+  // Turns a physical result into a tensor of the innermost vmap. The mapped function sees `dims` dimensions of this
+  // tensor. Returns a result of one dimension (an empty residual) as it is, because all samples share it.
   Tensor logical(Tensor t, int64_t dims) const {
     if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
@@ -198,7 +199,8 @@ auto attend_vmap(const Call& call) {
   return below.mapped ? batch.logical(results, batch.sample.dims) : results;
 }
 
-// The derivatives return results for every sample, so every tensor that they take is mapped or expanded by a view.
+// The operators of derivatives return a result for every sample, so every tensor that they take must have the mapped
+// dimension. A tensor that is not mapped is expanded by a view.
 
 Gradients backward_vmap(const GradResults& u, const Saved& saved, const Call& call, Wanted wanted) {
   const Batch batch(SdpaOp::name, call);
