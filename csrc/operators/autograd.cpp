@@ -72,10 +72,11 @@ Direction tangent_of(const Call& x) {
   for_each_input([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
   return t;
 }
-// The derivative of the rows' logsumexp: the sum of the two numbers per row that _sdpa_tangent returns.
+// Returns the derivative of the rows' logsumexp. _sdpa_tangent returns two numbers per row, and the derivative is their
+// sum.
 Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
-// The logsumexp's derivative is the sum of two numbers per row. Both numbers have the gradient of that sum, so this
-// function reads only the gradient of the first number.
+// Both numbers of a row have the same gradient, the gradient of their sum, so this function reads only the gradient of
+// the first number.
 GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
   GradResults u{grads[0], std::nullopt};
   if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();
@@ -296,8 +297,8 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Direction, Cal
 
 using SdpaSecondBackward = FormulaNode<"SdpaSecondBackward", second_formula, Wanted, GradResults, Direction, Call>;
 
-// Gradients through weights are seldom needed, so the backward computes the weights again, by the formula, which is
-// differentiable to any order.
+// Gradients through weights are seldom needed, so the forward keeps no weights. The backward computes them again by the
+// formula, which is differentiable to any order.
 using SdpaWeightsBackward = FormulaNode<"SdpaWeightsBackward", weights_formula, WantedWeights, Call>;
 
 // sdpa_stats has no derivative. A backward through its results throws, but the call does not, so that a training step
@@ -332,7 +333,7 @@ auto attend_autograd(c10::DispatchKeySet keys, const Call& call) {
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
-  // attend_by_forward() passes false, and leaves it to this function to see whether slopes or sinks need a derivative.
+  // attend_by_forward() passes false, so this function checks whether slopes or sinks need a derivative.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
   ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);

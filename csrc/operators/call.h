@@ -214,7 +214,7 @@ constexpr bool is_without_program(size_t, Kind kind) {
 }
 constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
 constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, kind) && !is_of_packing(kind); }
-// Leaves out softcap and alibi_slopes, because a function of the pair can express them.
+// flex_attention does not take softcap and alibi_slopes, because a score_mod can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
   return !is_of_packing(kind) && kind != Kind::scales && name != "softcap" && name != "alibi_slopes";
@@ -281,8 +281,8 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call from the arguments of sdpa_stats, which has no value. The key takes its place, because only the value's
-// number of heads matters.
+// Makes a call from the arguments of sdpa_stats, which has no value. The key takes the place of the value, because only
+// the value's number of heads matters.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;

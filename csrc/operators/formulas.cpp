@@ -39,7 +39,7 @@ Tensor at_rank(Tensor t, const Shape& shape) {
 Tensor for_entries(const Tensor& of_entries) {
   return of_entries.to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
 }
-// Likewise for a tensor that broadcasts to [*batch, heads].
+// Turns a tensor that broadcasts to [*batch, heads] into one that broadcasts to [*batch, heads, rows, keys].
 Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
@@ -130,7 +130,7 @@ std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& sh
   return mask->index_select(-1, place);
 }
 
-// |position of the query - position of the key|, and which scores are hidden.
+// For every pair, |position of the query - position of the key| and whether the score is hidden.
 struct Distances {
   Tensor distance, hidden;
 };
@@ -160,9 +160,9 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// Turns products into scores before ALiBi and masks. With `derivative`, returns the derivative of those scores by the
-// products. No gradient runs through hidden scores, because the gradient of tanh times the NaN of a hidden key would be
-// NaN.
+// Applies the soft cap to products. ALiBi and masks are added later. With `derivative`, returns the derivative of the
+// capped products with respect to the products. No gradient runs through hidden scores, because the gradient of tanh
+// times the NaN of a hidden key would be NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
   Tensor result = derivative ? at::ones_like(products) : products;
   if (const double cap = scores_of(call).softcap; cap > 0) {

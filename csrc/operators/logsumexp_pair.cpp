@@ -1,6 +1,6 @@
-// Serves a call whose keys are divided among processes: each process computes a part of it, and the parts are merged.
-// Converts a part's pair (core/params.h) to a logsumexp in float64, and the merged logsumexp to the pair that the
-// derivatives of every part take.
+// These operators serve a call whose keys are divided among processes: each process computes a part of the call, and
+// the parts are merged. The first operator converts a part's pair (core/params.h) to a logsumexp in float64. The second
+// operator converts the merged logsumexp to a pair, which the derivatives of every part take.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

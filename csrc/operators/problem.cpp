@@ -64,9 +64,9 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-// With a head_dim of 0 the scale is 1, because then all products are 0 with any scale. A cap above all numbers of the
-// compute dtype counts as no cap. A positive cap below the smallest normal number becomes that number, because products
-// are divided by the cap.
+// With a head_dim of 0 all products are 0 whatever the scale is, and the default scale would be infinite. The scale is
+// then 1. A cap above all numbers of the compute dtype counts as no cap. A positive cap below the smallest normal
+// number becomes that number, because products are divided by the cap.
 void describe_scores(Problem& problem, const Call& call) {
   using Single = std::numeric_limits<float>;
   const int64_t head_dim = concrete(call.query.sym_size(-1));
@@ -232,8 +232,9 @@ void ProblemBuilder::add_program(const Call& call) {
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
 }
 
-// Makes a mask_mod a window, because a window is faster, and returns whether it did. The mask_mod must depend on the
-// distance alone, and show exactly the distances of an interval that includes 0.
+// Replaces the mask_mod by an equal window if there is one, because a window is faster. Returns whether it did. A
+// window equals a mask_mod that depends on the distance i - j alone and shows exactly the distances of an interval that
+// includes 0.
 bool ProblemBuilder::is_window(const Call& call) {
   const List& list = mask_->list;
   Visibility& v = problem_.visibility;

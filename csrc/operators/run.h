@@ -10,9 +10,9 @@
 namespace attn {
 
 // Chooses the plan (tasks, splits, chunks), allocates its workspaces by compute_options(query), and runs the kernels.
-// They write every element of every result that is not null. The caller has filled `p` by ProblemBuilder, merged the
-// batch dimensions, and set the pointers named below. It has not set the plan and the workspaces. There is at least one
-// row. There is at least one key, unless the function's comment says otherwise.
+// The kernels write every element of every result that is not null. The caller has filled `p` by ProblemBuilder, merged
+// the batch dimensions, and set the pointers named below. There is at least one row. There is at least one key, unless
+// the function's comment says otherwise.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
@@ -63,7 +63,7 @@ auto attend_on(const Call& call) {
   return results_for<Op>(saved.output, rows);
 }
 
-// For TORCH_LIBRARY_IMPL of the device's key.
+// Registers the kernels of a device. The TORCH_LIBRARY_IMPL of the device's dispatch key calls this function.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, /*for_derivatives=*/true, a...); };

@@ -28,7 +28,8 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
          std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) { return must_equal(x, y); });
 }
 
-// Whether a tensor broadcasts to `allowed` without enlarging it. The last `exact` sizes must be equal.
+// Whether a tensor broadcasts to `allowed` without enlarging it. The last `exact` sizes of the tensor must equal those
+// of `allowed`.
 bool broadcasts(const Tensor& t, c10::SymIntArrayRef allowed, int64_t exact = 0) {
   bool fits = t.dim() >= exact && t.dim() <= static_cast<int64_t>(allowed.size());
   for (int64_t d = 1; fits && d <= t.dim(); ++d) {
@@ -151,8 +152,8 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
               "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
-// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and the last `exact`
-// sizes must be equal.
+// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and its last `exact`
+// sizes must equal those of `allowed`.
 void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
                    c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
   TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,
@@ -304,8 +305,8 @@ void check_packing(Shape& shape, const Call& call) {
     TORCH_CHECK(block_table, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
     return;
   }
-  // With a block_table, seqused_k says how many keys there are. cu_seq_k is checked too, though no kernel reads it
-  // then.
+  // With a block_table, seqused_k says how many keys each sequence has, and no kernel reads cu_seq_k. A cu_seq_k that
+  // is given is checked all the same.
   const SymInt tokens = block_table ? SymInt(std::numeric_limits<int64_t>::max()) : shape.keys;
   check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", tokens, "max_k", block_table ? tokens : max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",

@@ -1,6 +1,6 @@
-// Checks the arguments of a call, and finds the shapes that follow from them. The functions of run.cpp call validate()
-// below autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic (SymInt), so
-// that the same code also checks dynamic shapes.
+// Checks the arguments of a call, and computes the shapes of the call. The functions of run.cpp call validate() below
+// autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic (SymInt), so that the
+// same code also checks dynamic shapes.
 #pragma once
 
 #include "operators/ops.h"

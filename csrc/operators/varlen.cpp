@@ -58,7 +58,7 @@ TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }
 
-// Decomposes varlen_attention under vmap too, for the reason at the end of formulas.cpp.
+// varlen_attention is decomposed under vmap too, because torch 2.15 would otherwise call it once for each sample.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }

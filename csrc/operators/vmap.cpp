@@ -42,7 +42,7 @@ class Batch {
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
   // Unwraps t. If t is mapped, the mapped dimension comes first, then dimensions of size 1, then t's own dimensions.
-  // The result then has rank() - less dimensions.
+  // The result then has rank() - less dimensions; `less` counts the dimensions head, L and E that t lacks.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
@@ -139,8 +139,9 @@ class Batch {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. Every sample counts its heads
-// from 0, so that derivatives under another nesting of vmap get the random numbers of the forward.
+// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. The period is the number of
+// heads in one sample, so that the heads of every sample count from 0. Derivatives under another nesting of vmap then
+// get the random numbers of the forward.
 Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   c10::SymInt heads = batch.sample.heads;
   for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
@@ -155,7 +156,7 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   return one_each ? state : state.reshape({3});
 }
 
-// The call of the forward below vmap.
+// The arguments that the forward gets below the innermost vmap, where the mapped dimension is a leading dimension.
 struct ForwardCall {
   Call call;
   std::optional<Tensor> rng_state;
@@ -171,8 +172,8 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
   const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
   ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // If query, key and value are not mapped, the query is expanded by the mapped dimension, because no other input may
-  // enlarge the scores.
+  // If neither query, key nor value is mapped, the query is expanded by the mapped dimension. One of the three must
+  // have this dimension, because other inputs broadcast to the scores and cannot enlarge them.
   if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
   if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
   return below;
