@@ -152,7 +152,7 @@ constexpr size_t kEdges<TangentResults> = 0;
 // arguments, in the order of T.
 //
 // Several threads may run backward through one node at once, and the first to finish may release the tensors that the
-// node keeps. So apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
+// node keeps. Therefore apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
@@ -213,8 +213,8 @@ struct AttentionNode : torch::autograd::Node {
   }
 };
 
-// A node of an operator whose results `formula` computes from arguments of types T and from `outputs`, which says which
-// results are wanted.
+// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T and `outputs`, which
+// says which results are wanted.
 template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
@@ -301,8 +301,8 @@ using SdpaSecondBackward = FormulaNode<"SdpaSecondBackward", second_formula, Wan
 // formula, which is differentiable to any order.
 using SdpaWeightsBackward = FormulaNode<"SdpaWeightsBackward", weights_formula, WantedWeights, Call>;
 
-// sdpa_stats has no derivative. A backward through its results throws, but the call does not, so that a training step
-// can log statistics.
+// sdpa_stats has no derivative. A call with inputs that require gradients works, so that a training step can log
+// statistics. Only a backward through the results throws. A call with dual tensors (forward mode) throws at once.
 constexpr const char* kNoDerivative =
     "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
     "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";

@@ -258,7 +258,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // A score of -inf has no tangent, whatever its key holds. Hidden scores are -inf.
+  // A score of -inf has the tangent 0, even if its key contains NaN. Hidden scores are -inf.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
@@ -298,8 +298,8 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
 
 namespace {
 
-// Whether all tensors are plain tensors on a device with a kernel: no samples of vmap, no symbols of a compiler, no
-// dual numbers.
+// Whether the kernel of weights can serve the call. All tensors must be plain tensors on the CPU. Samples of vmap,
+// symbolic tensors of a compiler and dual tensors are not plain.
 bool has_kernel(const Call& call) {
   if (!run_weights_on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const std::optional<Tensor>& t) {
@@ -316,7 +316,7 @@ bool learns(const Call& call) {
 }
 
 // Computes weights first, so that errors about the arguments name the operator that the user called. If scores are
-// wanted, the output has the bits of sdpa's output.
+// wanted, the output is bitwise equal to the output of sdpa.
 OutputAndWeights weights_and_output(const Call& call, WantedWeights wanted) {
   OutputAndWeights results;
   if (has_kernel(call)) {

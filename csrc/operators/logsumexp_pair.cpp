@@ -35,8 +35,8 @@ Tensor logsumexp_of_pair(const Tensor& pair, const Call& call) {
   return call.query.is_cpu() ? first * unit_of_pair(call) + second / kLog2E : first + second;
 }
 // The inverse of logsumexp_of_pair(). `reference` holds, for each row, the largest first number of the pairs that the
-// parts returned. On the CPU it becomes the first number of the result, so that the second number is small, unless a
-// sink is far above the scores.
+// parts returned. On the CPU `reference` becomes the first number of the result, so that the second number is small. If
+// a sink is far above the scores, the merged logsumexp becomes the first number instead.
 Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Call& call) {
   const auto dtype = compute_dtype(call.query);
   const bool is_cpu = call.query.is_cpu();

@@ -317,8 +317,8 @@ ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) con
   return {written, of_distances ? written.transpose(-1, -2) : written};
 }
 
-// Asks for pages of 2 MB for memory that nothing has been written to, because smaller ones take longer to get than to
-// fill with zeros.
+// Sets an uninitialised tensor to 0. Asks the system for pages of 2 MB first, because getting smaller pages takes
+// longer than filling them with zeros.
 static at::Tensor zeroed(const at::Tensor& numbers) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
@@ -360,7 +360,7 @@ void ProblemBuilder::add_scale(Operand& operand, const std::optional<at::Tensor>
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
   at::Tensor& numbers = contiguous_.emplace_back(tensor.contiguous());
-  // CUDA reads pairs of float32 at once. Copies a view whose address is not aligned for a pair.
+  // CUDA kernels read two float32 at once, so a view is copied if its address is not aligned to 8 bytes.
   if (reinterpret_cast<uintptr_t>(numbers.const_data_ptr()) % (2 * sizeof(float)) != 0) numbers = numbers.clone();
   return numbers.const_data_ptr();
 }

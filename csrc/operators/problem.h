@@ -9,10 +9,10 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// Fills in what defines a score (core/score.h): the scale, the cap and whether there is a mask.
+// Sets the scale, the soft cap and has_mask of `problem`, which define a score (core/score.h).
 void describe_scores(Problem& problem, const Call& call);
 
-// A device's function that writes all sequences (PackedSequences::write).
+// A function that writes all sequences of a packed call on a device (PackedSequences::write).
 using WriteSequences = void(const PackedSequences& sequences, const at::Tensor& query);
 
 // Describes a call in `problem`: collects its operands, then merges the batch dimensions whose strides are compatible
@@ -85,7 +85,7 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
 // needed is undefined.
 std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
 
-// Plans how the gradient of a mask is summed. Call it after p.grad_mask is set.
+// Plans how the gradient of a mask is summed. Call this function after p.grad_mask is set.
 void plan_mask(BackwardParams& p);
 
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }

@@ -138,7 +138,8 @@ class Graph {
  private:
   double number_of(int n) const { return values_[n].leaf.number; }
   bool is_number(int n) const { return is_leaf(n) && values_[n].leaf.leaf == Leaf::number; }
-  // Whether value n is a product whose second factor is the same for all pairs and whose first factor is not.
+  // Whether value n is a product of a factor that differs between pairs and a second factor that is the same for all
+  // pairs.
   bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_uniform(values_[n].from[1]); }
   int with_factor(Op op, int a, int b, int factor) { return add(Op::mul, add(op, a, b), factor); }
 
@@ -161,7 +162,8 @@ class Graph {
 // ---------------------------------------------------------------------------------------------------------------
 // Derivatives
 
-// Partial derivative of value n by its operand number i, or kNone where that is 0.
+// Returns the partial derivative of value n with respect to its operand number i, or kNone if the derivative is always
+// 0.
 int partial(Graph& g, int n, int i) {
   const Value v = g[n];
   const auto [a, b, c] = v.from;
@@ -304,8 +306,7 @@ struct Result {
   LeafOfList of = {Leaf::number};
   int index = kNone;  // the value that is the index into table `of.column`
 };
-// Returns the operations that `results` need, in order. A slot is used again once no operation needs its value any
-// more.
+// Returns the operations that `results` need, in order. A slot is reused when no later operation reads its value.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
   const int one = g.number(1), nothing = g.number(-0.0);
   std::vector<Value> values;
@@ -322,8 +323,9 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // Fuses operations whose results nothing else needs: a sum, or a sum with a product, with a number of a table; a sum
-  // or difference with a product; and a tanh with the factors of its argument and of its result.
+  // Fuses an operation into the operation that reads its result, if no other operation reads it. The fused operations
+  // are: a number of a table plus a value or a product (lookup); a sum or difference of a product and a value (fma,
+  // fms, fnma); and tanh with a factor of its argument and a factor of its result.
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];

@@ -17,7 +17,7 @@
 
 namespace attn {
 
-// The lists of a string. They live as long as this object.
+// The lists that a string is compiled to. The lists live as long as this object.
 class Compiled {
  public:
   virtual ~Compiled() = default;

@@ -1,5 +1,5 @@
-// The part of the operators of schema.cpp that is the same for every device: checks arguments, allocates results, fills
-// in params. A device (cpu/device.cpp, cuda/device.cpp) adds its kernels.
+// The part of the operators of schema.cpp that is the same for every device. It checks arguments, allocates results and
+// fills in the params. A device (cpu/device.cpp, cuda/device.cpp) adds its kernels.
 #pragma once
 
 #include <torch/library.h>
@@ -18,8 +18,8 @@ using Run = void(Params& p, const at::Tensor& query);
 
 // The functions of a device. Meta has no functions, because it only allocates the results.
 struct Device {
-  // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
-  // `heads` is the number of heads in the whole batch.
+  // Draws a seed and an offset from the device's default generator, and writes int64 (seed, offset, heads) to `state`.
+  // `heads` counts the heads of all batch entries.
   void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
   // Reads only the inputs. Writes output and, if not null, logsumexp, residual, row_logsumexp and max_score. Without
   // keys the output is 0.
@@ -28,8 +28,8 @@ struct Device {
   // with data and, if not null, grad_slopes, grad_sinks and grad_mask_rows. grad_mask is 0 at the call, and stays 0
   // where no key is visible. The caller has set mask_is_shared and the numbers of mask tasks (plan_mask).
   Run<BackwardParams>* backward;
-  // Reads output, residual and logsumexp as the backward does, and the direction `t`, whose data is null where the
-  // direction is zero. Writes tangent_output, tangent_logsumexp and, if it has data, tangent_residual. There may be no
+  // Reads output, residual and logsumexp as the backward does, and the direction `t`. A tensor of `t` that is zero has
+  // null data. Writes tangent_output, tangent_logsumexp and, if its data is not null, tangent_residual. There may be no
   // keys.
   Run<TangentParams>* tangent;
   // Reads what the backward reads, `t` and the tangent's three results. Writes what the backward writes.

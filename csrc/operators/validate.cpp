@@ -270,7 +270,7 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   }
 }
 
-// Checks where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
+// Checks a tensor of the places where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
   TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");
@@ -313,7 +313,7 @@ void check_packing(Shape& shape, const Call& call) {
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
 }
 
-// Call it after check_packing() and after the check that seqused_k holds integers [N].
+// Checks a block_table. Call this function after check_packing() and after the check that seqused_k holds integers [N].
 void check_pages(const Shape& shape, const Call& call) {
   const Tensor &query = call.query, &key = call.key, &table = *call.block_table;
   const std::optional<Tensor>& seqused_k = call.key_lengths;
@@ -481,7 +481,8 @@ void ValidatedCall::check_residual(const char* name, const Tensor& t) const {
 
 void ValidatedCall::check_rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
-  // There is one state for all samples, or one for each sample along the leading dimensions that vmap added.
+  // There is one rng_state for all samples of vmap, or one for each sample along the leading dimensions that vmap
+  // added.
   const bool fits = broadcasts(t, shape.expanded(1, 1, 3), 1);
   TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == call.query.device(), shape.op, ": rng_state is ",
               t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),

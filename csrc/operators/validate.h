@@ -64,8 +64,8 @@ struct ValidatedCall {
   void check_residual(const char* name, const at::Tensor& t) const;
 };
 
-// Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory without an operator,
-// because transforms of torch.func would intercept an operator.
+// Returns the element at place i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory
+// without an operator, because transforms of torch.func would intercept an operator.
 inline int64_t number_at(const at::Tensor& t, int64_t i) {
   int64_t at = 0;
   for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
@@ -80,10 +80,11 @@ at::TensorOptions compute_options(const at::Tensor& query);
 // tensor, so is the output.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
-// Whether the rounding error of an output of a half type is kept for derivatives. It is kept if there is a floating
-// mask, slopes, sinks or a score_mod, because that error counts in their gradients. In other gradients the rounding
-// errors of the weights are larger. It is kept with dropout too. Without the residual, a row with one key would get
-// gradients from the rounding of value / (1 - dropout_p), though its gradients are 0.
+// Whether the rounding error of an output of a half type (the residual) is kept for derivatives. It is kept if there is
+// a floating mask, slopes, sinks or a score_mod, because the error matters in the gradients of these arguments. In
+// other gradients the rounding errors of the weights are larger. The error is also kept with dropout. Without it, the
+// scores of a row with one key would get gradients that come from the rounding of value / (1 - dropout_p). The true
+// gradients of these scores are 0.
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 

@@ -1,5 +1,5 @@
 // Batching rules: under vmap an operator runs once, with the mapped dimension as one more leading dimension. The
-// operators broadcast leading dimensions, so inputs that are not mapped do not change.
+// operators broadcast leading dimensions, so inputs that are not mapped are passed on as they are.
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
@@ -63,7 +63,7 @@ class Batch {
     return t ? std::optional(expanded(*t, less)) : std::nullopt;
   }
 
-  // Likewise for all tensors of a struct. In a call only the inputs are expanded, never integers.
+  // The same for all tensors of a struct. In a call, expanded() expands the inputs only, never tensors of integers.
   template <Struct T>
   T physical(T x) const {
     for_each_of([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
@@ -246,7 +246,8 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa_stats", StatsOp::kernel<stats_vmap>);
 }
 
-// Serves calls inside vmap without a mapped tensor, because dropout must follow `randomness` there too.
+// Inside vmap, these kernels serve calls without a mapped tensor, because dropout must follow vmap's `randomness` in
+// these calls, too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);
   m.impl("attention", AttentionOp::kernel<attend_vmap<AttentionOp>>);
