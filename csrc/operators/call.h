@@ -13,7 +13,7 @@
 // (describe_scores). ScoreFunction (core/score.h) multiplies products by the scale. There are three exceptions. With a
 // soft cap, the argument of tanh contains the scale (exponent_of_cap). A score_mod reads the scale as a leaf. If a tile
 // keeps unscaled products (leaves_products), the exponents of the softmax contain the scale. `sinks` has a derivative,
-// so it is among Inputs and in OfInputs. check_per_head() checks it, and ProblemBuilder::of_heads() makes it
+// so it is among Inputs and in OfInputs. check_per_head() checks `sinks`, and ProblemBuilder::of_heads() makes it
 // Problem::sinks. compute_backward() calls gradients() (run.cpp), which returns the gradient of the sinks.
 // check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which key_row_offset()
 // (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.

@@ -642,7 +642,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
   // Makes a list in which product * scale takes the place of the score. If `kept` is given, the leaf `product` takes
-  // the place of that value, because the kernel has stored it.
+  // the place of value `kept`, because the kernel has stored that value.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
         {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};

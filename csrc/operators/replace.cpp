@@ -77,7 +77,7 @@ torch::Library put_in_place(DispatchKey key) {
 }
 
 // PyTorch warns once in a process, when the first kernel replaces another. This replacement is intended, so its warning
-// is silenced. WarnAlways saves PyTorch's single warning for another replacement.
+// is silenced. WarnAlways keeps PyTorch's single warning available for another replacement.
 std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}

@@ -62,7 +62,7 @@ class FlashArguments {
 };
 
 // Swaps heads and length. Flash attention's layout is [tokens, heads, E] or [batch, length, heads, E]; in attn's layout
-// the heads come first.
+// the heads stand before the tokens.
 Tensor swap_heads(const Tensor& t) { return t.transpose(-3, -2); }
 
 // The window of the call. A causal call has the window (left, 0).

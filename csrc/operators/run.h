@@ -53,8 +53,8 @@ Statistics compute_stats(const Device& device, const Call& scores);
 // this pointer. The pointer is null in a library without CPU kernels.
 extern Run<WeightsParams>* run_weights_on_cpu;
 
-// The kernel of sdpa, attention or flex_attention. It asks is_over_processes() too, because in inference mode the
-// kernels under the Autograd key do not run.
+// The kernel of sdpa, attention or flex_attention. It asks is_over_processes(), as attend_autograd() does, because
+// attend_autograd() does not run in inference mode.
 template <class Op, const Device& device>
 auto attend_on(const Call& call) {
   if (is_over_processes()) return attend_over_processes<Op>(call);

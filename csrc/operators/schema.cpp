@@ -121,8 +121,9 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // The first operator converts the forward's pair to the logsumexp, float64 [*, H, L]. The second converts the
-  // logsumexp back. They serve to merge calls over different keys. The meaning of the pair depends on the call.
+  // The first of these two operators converts the forward's pair to the logsumexp, float64 [*, H, L]. The second
+  // converts a logsumexp back to a pair. Both serve to merge calls over different keys. The meaning of the pair depends
+  // on the call.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 

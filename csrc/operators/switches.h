@@ -26,7 +26,7 @@ bool is_invariant();
 // code and with any tensors, is a part of a call over several processes. Python implements such calls
 // (torch_attn/distributed/_context.py).
 bool is_over_processes();
-// Throws if is_over_processes(), because `op` cannot be part of such a call.
+// Throws if is_over_processes(), because `op` cannot be part of a call over several processes.
 void refuse_over_processes(const char* op);
 // Answers a call of sdpa or attention while is_over_processes() is true. Refuses flex_attention.
 template <class Op>
