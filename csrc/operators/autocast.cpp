@@ -1,5 +1,5 @@
-// Autocast as for the built-in: casts floating arguments, a floating mask among them, to the autocast dtype. Does not
-// cast float64 tensors, slopes, sinks, and keys and values of 8 bits.
+// Autocast as for the built-in: casts query, key, value and a floating mask to the autocast dtype. Does not cast
+// float64 tensors, keys and values of 8 bits, or any other argument, such as slopes and sinks.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -72,9 +72,11 @@ Direction tangent_of(const Call& x) {
   for_each_input([](size_t, auto& tangent, const auto& primal) { tangent = tangent_of(primal); }, t, x);
   return t;
 }
-// The derivative of the rows' logsumexp: the sum of the two numbers per row that _sdpa_tangent returns.
+// Returns the derivative of the rows' logsumexp. _sdpa_tangent returns two numbers per row, and the derivative is their
+// sum.
 Tensor tangent_of_rows(const TangentResults& tangent) { return tangent.logsumexp.sum(-1); }
-// Both numbers of a row have the gradient of their sum, so the gradient of the first one is enough.
+// Both numbers of a row have the same gradient, the gradient of their sum, so this function reads only the gradient of
+// the first number.
 GradResults grads_of_tangent(const variable_list& grads, const TangentResults& tangent) {
   GradResults u{grads[0], std::nullopt};
   if (grads[1].defined()) u.logsumexp = grads[1].select(-1, 0).contiguous();
@@ -137,8 +139,8 @@ class Kept {
   std::array<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
 };
 
-// The number of edges of an argument of type T, one for each input. Results of the forward have no edges, because they
-// count as constants (see above).
+// How many edges a node has for an argument of type T: one for each input in T. Results of the forward have no edges,
+// because they count as constants (see above).
 template <class T>
 constexpr size_t kEdges = kInputs<T>;
 template <>
@@ -150,7 +152,7 @@ constexpr size_t kEdges<TangentResults> = 0;
 // arguments, in the order of T.
 //
 // Several threads may run backward through one node at once, and the first to finish may release the tensors that the
-// node keeps. So apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
+// node keeps. Therefore apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
 // generates ("Thread safety on Autograd Node" in torch/csrc/autograd/function.h).
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
@@ -211,15 +213,15 @@ struct AttentionNode : torch::autograd::Node {
   }
 };
 
-// A node of an operator whose results `formula` computes from arguments of types T and from `outputs`, which says which
-// results are wanted.
+// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T and `outputs`, which
+// says which results are wanted.
 template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
 
   // Releases the node's mutex before it calls the engine, because the engine runs other nodes, which lock their own
-  // mutexes. The edges, not the tensors, decide which gradients are computed, because the tensors of torch.func.vjp no
-  // longer require gradients after it has returned.
+  // mutexes. The node's edges decide which gradients are computed. The tensors do not show it, because tensors of
+  // torch.func.vjp do not require gradients after torch.func.vjp has returned.
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();
     at::AutoGradMode enable(true);
@@ -295,12 +297,12 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Direction, Cal
 
 using SdpaSecondBackward = FormulaNode<"SdpaSecondBackward", second_formula, Wanted, GradResults, Direction, Call>;
 
-// Gradients through weights are seldom needed, so the backward computes the weights again, by the formula, which is
-// differentiable to any order.
+// Gradients through weights are seldom needed, so the forward keeps no weights. The backward computes them again by the
+// formula, which is differentiable to any order.
 using SdpaWeightsBackward = FormulaNode<"SdpaWeightsBackward", weights_formula, WantedWeights, Call>;
 
-// sdpa_stats has no derivative. A backward through its results throws, but the call does not, so that a training step
-// can log statistics.
+// sdpa_stats has no derivative. A call with inputs that require gradients works, so that a training step can log
+// statistics. Only a backward through the results throws. A call with dual tensors (forward mode) throws at once.
 constexpr const char* kNoDerivative =
     "attn::sdpa_stats: its results have no derivatives, and one was asked for; take the scores and weights of "
     "sdpa_with_weights, which have, or call sdpa_stats with query.detach() and key.detach()";
@@ -331,7 +333,7 @@ auto attend_autograd(c10::DispatchKeySet keys, const Call& call) {
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
                                 bool with_rows, bool exact_residual) {
-  // attend_by_forward() passes false, and leaves it to this function to see whether slopes or sinks need a derivative.
+  // attend_by_forward() passes false, so this function checks whether slopes or sinks need a derivative.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
   ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);

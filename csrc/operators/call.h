@@ -3,20 +3,20 @@
 // argument.
 //
 // The path of a call without gradients: attend_autograd (autograd.cpp) -> attend_on (run.h) -> compute_forward
-// (run.cpp), whose ValidatedCall checks the call (validate.h) -> ProblemBuilder (problem.cpp), which turns it into a
-// Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through _sdpa_forward to
-// compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with the call and the
-// results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls attention. In
-// inference mode the dispatcher skips autograd.
+// (run.cpp), whose ValidatedCall checks the call (validate.h) -> ProblemBuilder (problem.cpp), which turns the call
+// into a Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through
+// _sdpa_forward to compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with
+// the call and the results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls
+// attention. In inference mode the dispatcher skips autograd.
 //
 // Here are the paths of three arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
-// (describe_scores). ScoreFunction (core/score.h) multiplies products by it. There are three exceptions: a soft cap
-// takes it into the argument of tanh (exponent_of_cap), a score_mod reads it as a leaf, and if a tile keeps unscaled
-// products (leaves_products), their exponents take it in. `sinks` has a derivative, so it is among Inputs and in
-// OfInputs. check_per_head() checks it, and ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward()
-// calls gradients() (run.cpp), which returns the gradient of the sinks. check_pages() checks a `block_table`, and
-// ProblemBuilder makes it Problem::paging, which key_row_offset() (core/geometry.h) reads.
-// ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
+// (describe_scores). ScoreFunction (core/score.h) multiplies products by the scale. There are three exceptions. With a
+// soft cap, the argument of tanh contains the scale (exponent_of_cap). A score_mod reads the scale as a leaf. If a tile
+// keeps unscaled products (leaves_products), the exponents of the softmax contain the scale. `sinks` has a derivative,
+// so it is among Inputs and in OfInputs. check_per_head() checks `sinks`, and ProblemBuilder::of_heads() makes it
+// Problem::sinks. compute_backward() calls gradients() (run.cpp), which returns the gradient of the sinks.
+// check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which key_row_offset()
+// (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,8 +34,9 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. A tensor broadcasts to the dimensions in the comment of its kind. The order matters: first the
-// kinds that autocast casts, then other kinds that may have a derivative, then other kinds of tensors, then the rest.
+// What an argument is. The comments below give the dimensions that a tensor of each kind broadcasts to. The order
+// matters: first the kinds that autocast casts, then other kinds that may have a derivative, then other kinds of
+// tensors, then the rest.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, but no score depends on them
@@ -109,19 +110,22 @@ struct Call {
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
-  // Functions of the pair (program.h). The tensors that they read have the compute dtype or int32 and broadcast to
-  // [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j + S - 1.
+  // Functions of a pair of a query and a key (program.h). The tensors that these functions read have the compute dtype
+  // or int32 and broadcast to [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j +
+  // S - 1.
   std::optional<std::string> score_mod{}, mask_mod{};
-  // Beside a score_mod, attn_mask is not a mask: it holds the number that score_mod reads for each pair.
+  // If there is a score_mod, attn_mask is not a mask, but holds the number that score_mod reads for each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
   // Tables [*batch, heads, L or S or 1, numbers], which the functions read at an index that they compute.
   std::optional<at::Tensor> table_0{}, table_1{}, table_2{}, table_3{};
   std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
-  // uint8 [*batch, heads, blocks of queries, blocks of keys]: 0 hides a block, 1 leaves it to mask_mod, 2 shows it.
+  // uint8 [*batch, heads, blocks of queries, blocks of keys]. 0: no pair of the block is visible; 1: mask_mod decides
+  // for each pair; 2: all pairs are visible.
   std::optional<at::Tensor> blocks{};
   std::array<int64_t, 2> block_size = {0, 0};  // queries and keys of a block
-  // Scales of keys and values of 8 bits (is_8_bit), float32, which broadcast to these without their last dimension.
-  // The call is one of key * key_scale[..., None] and value * value_scale[..., None], and has no derivatives.
+  // float32 scales of keys and values of 8 bits (is_8_bit). A scale broadcasts to the dimensions of its key or value
+  // except the last one. The call attends to key * key_scale[..., None] and value * value_scale[..., None]. It has no
+  // derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
 
   // The arguments in the order of `attention`. The built-in has the first eight.
@@ -211,7 +215,7 @@ constexpr bool is_without_program(size_t, Kind kind) {
 }
 constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
 constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, kind) && !is_of_packing(kind); }
-// Leaves out softcap and alibi_slopes, because a function of the pair can express them.
+// flex_attention does not take softcap and alibi_slopes, because a score_mod can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;
   return !is_of_packing(kind) && kind != Kind::scales && name != "softcap" && name != "alibi_slopes";
@@ -278,8 +282,8 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call from the arguments of sdpa_stats. The key takes the place of the value, of which only the number of
-// heads counts.
+// Makes a call from the arguments of sdpa_stats, which has no value. The key takes the place of the value, because only
+// the value's number of heads matters.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;

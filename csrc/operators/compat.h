@@ -6,7 +6,7 @@
 
 namespace attn {
 
-// Up to 2.12 std::shared_ptr holds a Node of the autograd graph, from 2.13 on c10::intrusive_ptr does.
+// A Node of the autograd graph is held by std::shared_ptr up to torch 2.12, and by c10::intrusive_ptr from 2.13 on.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 template <class N>
 auto make_node() {

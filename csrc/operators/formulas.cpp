@@ -39,13 +39,13 @@ Tensor at_rank(Tensor t, const Shape& shape) {
 Tensor for_entries(const Tensor& of_entries) {
   return of_entries.to(at::kLong).unsqueeze(-1).unsqueeze(-1).unsqueeze(-1);
 }
-// Likewise for a tensor that broadcasts to [*batch, heads].
+// Turns a tensor that broadcasts to [*batch, heads] into one that broadcasts to [*batch, heads, rows, keys].
 Tensor for_rows(const Tensor& of_heads, const Shape& shape, const Tensor& like) {
   return at_rank(of_heads.to(like.scalar_type()).unsqueeze(-1).unsqueeze(-1), shape);
 }
 
-// The sequence that each query and key belongs to, if sequences are packed. N, the number of sequences, stands for no
-// sequence.
+// The sequence that each query and key belongs to, if sequences are packed. Tokens outside all N sequences have the
+// number N.
 struct Packed {
   Tensor row_sequence, key_sequence;  // [T_q], [T_k]
   Tensor position, place;             // [*batch, T_q], [T_k]: of a query and of a key in its sequence
@@ -61,7 +61,7 @@ struct Packed {
     const Tensor cu_seq_q = call.cu_seq_q->to(at::kLong), cu_seq_k = call.cu_seq_k->to(at::kLong);
     row_sequence = number_in(cu_seq_q, rows);
     key_sequence = number_in(cu_seq_k, keys);
-    // Appends a 0 for tokens of no sequence.
+    // Takes the number of each token's sequence, or 0 for a token outside all sequences.
     const auto of_tokens = [](const Tensor& of_sequences, const Tensor& sequence) {
       return at::constant_pad_nd(of_sequences, {0, 1}).index_select(-1, sequence);
     };
@@ -74,8 +74,8 @@ struct Packed {
   }
 };
 
-// Returns keys, values or their tangents with zeros beyond the length of their sequence, where any numbers may be
-// stored.
+// Returns keys, values or their tangents, with the rows beyond the length of each sequence set to 0, because the caller
+// may have stored any numbers there.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
   if (!call.key_lengths) return of_keys;
   if (call.is_packed()) {
@@ -95,9 +95,10 @@ Problem scores_of(const Call& call) {
 
 // scale * query key^T, without the mask.
 //
-// The gradient runs through finite numbers only, because a hidden score has the gradient 0, and 0 times the NaN or
-// infinity of a key (or query) would be NaN. Scores that are not finite are added to the product as constants. The sum
-// of the NaNs in a row of the query or key is added too, so that the NaN itself gets a gradient.
+// Autograd sees the product of the finite elements only. Otherwise a hidden score, whose gradient is 0, would spread
+// NaN, because 0 times a NaN or infinity of the key (or query) is NaN. Products that are not finite are added as
+// constants. The sum of the NaNs in each row of the query and of the key is added too, so that a NaN element also gets
+// a gradient.
 Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
   const Tensor q = widened(query) * ScoreFunction<double>::of(scores_of(call)).slope();
   const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
@@ -111,7 +112,7 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, cons
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-// Checks a call before its third derivative or forward mode over forward mode is computed.
+// Refuses calls that support neither third derivatives nor forward mode over forward mode.
 void check_third_derivative(const Call& call) {
   TORCH_CHECK(call.dropout_p == 0, "attn::sdpa: dropout_p is ", call.dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");
@@ -129,7 +130,7 @@ std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& sh
   return mask->index_select(-1, place);
 }
 
-// |position of the query - position of the key|, and which scores are hidden.
+// For every pair, |position of the query - position of the key| and whether the score is hidden.
 struct Distances {
   Tensor distance, hidden;
 };
@@ -159,9 +160,9 @@ Distances distances(const Shape& shape, const Call& call) {
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// Turns products into scores before ALiBi and masks. With `derivative`, returns the derivative of those scores by the
-// products. No gradient runs through hidden scores, because the gradient of tanh times the NaN of a hidden key would be
-// NaN.
+// Applies the soft cap to products. ALiBi and masks are added later. With `derivative`, returns the derivative of the
+// capped products with respect to the products. No gradient runs through hidden scores, because the gradient of tanh
+// times the NaN of a hidden key would be NaN.
 Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
   Tensor result = derivative ? at::ones_like(products) : products;
   if (const double cap = scores_of(call).softcap; cap > 0) {
@@ -171,8 +172,8 @@ Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bo
   return result;
 }
 
-// The common part of the formulas: scores, weights and the rows' logsumexp, which is -inf in a row without keys and
-// sink.
+// What all formulas compute first: the scores, the weights and the rows' logsumexp. The logsumexp of a row that has
+// neither keys nor a sink is -inf.
 struct WideWeights {
   Tensor weights, scores, logsumexp;
 };
@@ -257,7 +258,7 @@ TangentResults tangent_formula(const Direction& direction, const Call& call) {
     tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
   if (const auto mask = mask_of(direction.attn_mask, shape, call))
     tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // A score of -inf has no tangent, whatever its key holds. Hidden scores are -inf.
+  // A score of -inf has the tangent 0, even if its key contains NaN. Hidden scores are -inf.
   tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
   const Tensor weighted = weights * tangent_scores;
   Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
@@ -297,8 +298,8 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
 
 namespace {
 
-// Whether all tensors are plain tensors on a device with a kernel: no samples of vmap, no symbols of a compiler, no
-// dual numbers.
+// Whether the kernel of weights can serve the call. All tensors must be plain tensors on the CPU. Samples of vmap,
+// symbolic tensors of a compiler and dual tensors are not plain.
 bool has_kernel(const Call& call) {
   if (!run_weights_on_cpu || at::tracer::impl::is_dispatch_enabled()) return false;
   const auto plain = [](const std::optional<Tensor>& t) {
@@ -315,7 +316,7 @@ bool learns(const Call& call) {
 }
 
 // Computes weights first, so that errors about the arguments name the operator that the user called. If scores are
-// wanted, the output has the bits of sdpa's output.
+// wanted, the output is bitwise equal to the output of sdpa.
 OutputAndWeights weights_and_output(const Call& call, WantedWeights wanted) {
   OutputAndWeights results;
   if (has_kernel(call)) {
@@ -349,8 +350,8 @@ void register_both(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) { register_both(m); }
 
-// Decomposes both operators under vmap too, because torch 2.15 would call them for one sample after the other.
-// Decomposes both for nested tensors too. The operators that they call refuse nested tensors.
+// sdpa_with_weights and _sdpa_and_weights are decomposed under vmap too, because torch 2.15 would otherwise call them
+// once for each sample. They are also decomposed for nested tensors, so that validate() refuses these tensors.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCPU, m) { register_both(m); }
 TORCH_LIBRARY_IMPL(attn, NestedTensorCUDA, m) { register_both(m); }

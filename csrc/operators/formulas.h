@@ -1,6 +1,6 @@
-// Attention as compositions of ATen operators: O(L S) memory, every device, differentiable to any order. Used if the
-// caller asks for scores and weights (on the CPU a kernel computes them), for gradients through scores or weights, or
-// for derivatives beyond the second.
+// Attention composed of ATen operators. These formulas take O(L S) memory, run on every device, and are differentiable
+// to any order. They are used if the caller asks for scores and weights (but on the CPU a kernel computes these), for
+// gradients through scores or weights, or for derivatives beyond the second.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@ T independent(const T& tensors) {
   return map_inputs(tensors, [](const at::Tensor& t) { return independent(t); });
 }
 
-// Lists the inputs of all arguments. An absent input is undefined.
+// Returns the inputs of all arguments in one list. An absent input becomes an undefined tensor.
 std::vector<at::Tensor> list(const auto&... arguments) {
   const auto put = [](const auto&... t) { return std::vector{std::optional<at::Tensor>(t).value_or(at::Tensor())...}; };
   return std::apply(put, all_inputs_of(arguments...));
@@ -36,13 +36,13 @@ struct WantedWeights {
   bool scores = true;
   bool output = false;
 };
-// Returns the scores, scaled and masked, and the weights: the softmax of the scores, or 0 in a fully masked row. Both
-// are rounded to the query's type. Ignores dropout_p. Results that are not wanted are undefined. The formula computes
-// no output.
+// Returns the scores, scaled and masked, and the weights. The weights are the softmax of the scores, or 0 in a fully
+// masked row. Scores and weights are rounded to the query's type. Ignores dropout_p. Results that are not wanted are
+// undefined. The formula computes no output.
 OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
-// Likewise by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
+// Computes the same by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
 OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
-// Likewise by the kernel, and autograd records the call (autograd.cpp).
+// Calls compute_weights(), and lets autograd record the call (autograd.cpp).
 OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.

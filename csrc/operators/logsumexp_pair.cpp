@@ -1,6 +1,6 @@
-// Serves a call whose keys are divided among processes: each process computes a part of it, and the parts are merged.
-// Converts a part's pair (core/params.h) to a logsumexp in float64, and the merged logsumexp to the pair that the
-// derivatives of every part take.
+// These operators serve a call whose keys are divided among processes: each process computes a part of the call, and
+// the parts are merged. The first operator converts a part's pair (core/params.h) to a logsumexp in float64. The second
+// operator converts the merged logsumexp to a pair, which the derivatives of every part take.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -16,8 +16,8 @@ using at::Tensor;
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// The factor that turns the first number of the CPU's pair into a score, rounded as the kernels round it. Sinks do not
-// count, because parts are called without them.
+// The factor that turns the first number of the CPU's pair into a score. It is rounded as the kernels round it. `p` has
+// no sinks, because each process computes its part without sinks.
 double unit_of_pair(const Call& call) {
   Problem p;
   describe_scores(p, call);
@@ -34,8 +34,9 @@ Tensor logsumexp_of_pair(const Tensor& pair, const Call& call) {
   const Tensor first = pair.select(-1, 0).to(at::kDouble), second = pair.select(-1, 1).to(at::kDouble);
   return call.query.is_cpu() ? first * unit_of_pair(call) + second / kLog2E : first + second;
 }
-// The inverse of logsumexp_of_pair(). `reference` is the largest first number among the parts' pairs. On the CPU it
-// becomes the first number of the result, so that the second number is small, unless a sink is far above the scores.
+// The inverse of logsumexp_of_pair(). `reference` holds, for each row, the largest first number of the pairs that the
+// parts returned. On the CPU `reference` becomes the first number of the result, so that the second number is small. If
+// a sink is far above the scores, the merged logsumexp becomes the first number instead.
 Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Call& call) {
   const auto dtype = compute_dtype(call.query);
   const bool is_cpu = call.query.is_cpu();

@@ -1,6 +1,6 @@
-// Shapes without data: Meta, FakeTensor, dynamic shapes. Also takes tensors that are not dense, because the argument
-// checker then refuses them and names the argument. Without a kernel the dispatcher would refuse them, and its error
-// names no argument.
+// Shapes without data: Meta, FakeTensor, dynamic shapes. The same kernels are registered for tensors that are not
+// dense, so that validate() refuses such a tensor with an error that names the argument. Without these kernels the
+// dispatcher would refuse the tensor with an error that names no argument.
 #include "operators/run.h"
 
 namespace attn {

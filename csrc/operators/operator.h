@@ -2,8 +2,8 @@
 //
 // PyTorch's dispatcher knows only flat lists of arguments: Tensor query, Tensor key, Tensor value, Tensor? attn_mask
 // and so on. Our functions take structs of such arguments (call.h, ops.h). The class Operator converts between the two,
-// so no list is written by hand. A struct lists its fields once, in the order of the schema. An operator is a name, and
-// the type of a function of structs or single values:
+// so no list is written by hand. A struct lists its fields once, in the order of the schema. An operator has a name and
+// the type of a function, which takes and returns structs or single values:
 //
 //   struct Saved {
 //     at::Tensor output, logsumexp;
@@ -13,8 +13,9 @@
 //
 // BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> turns a function f(saved, call) into one that
 // the dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator that takes only some fields of a struct, or takes them in another order, names a view of it. Its functions
-// still take the struct, Data:
+// operator may take only some fields of a struct, or take them in another order. Its type then names, in place of the
+// struct, a view: a type whose Data is the struct and whose fields() lists the fields. The operator's functions still
+// take the whole struct:
 //
 //   struct KeyAlone {
 //     using Data = Call;
@@ -53,7 +54,7 @@ void for_each_of(auto&& f, auto first, auto... others) {
   }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
 }
 
-// A type that names the fields of a struct, T::Data, that an operator takes.
+// A type that lists which fields of the struct T::Data an operator takes.
 template <class T>
 concept View = requires { typename T::Data; };
 template <class T>
@@ -131,7 +132,8 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
  public:
   static constexpr const char* name = name_.text;
 
-  // Pass these to Library::impl. kernel_with_keys takes an f(keys, arguments...) that calls redispatch().
+  // Library::impl takes these functions as kernels. The f of kernel_with_keys is an f(keys, arguments...) that calls
+  // redispatch().
   template <auto f>
   static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));

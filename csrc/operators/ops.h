@@ -78,7 +78,8 @@ using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Unpacked)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Unpacked, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
-// The last arguments: rng_state, with_rows (whether the rows' results are wanted) and exact_residual (core/params.h).
+// The arguments of _sdpa_forward after the call are rng_state, with_rows (whether the rows' results are wanted) and
+// exact_residual (core/params.h).
 using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;
@@ -89,7 +90,7 @@ using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Te
 // Whether `Op` returns the rows' results beside the output.
 template <class Op>
 constexpr bool kWithRows = !std::is_same_v<Op, SdpaOp>;
-// What the operator `Op` returns, which is sdpa, attention or flex_attention.
+// Makes the result of `Op`, which is sdpa, attention or flex_attention.
 template <class Op>
 auto results_for(const at::Tensor& output, const RowResults& rows) {
   if constexpr (kWithRows<Op>)

@@ -64,9 +64,9 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-// With a head_dim of 0 the scale is 1, because then all products are 0 with any scale. A cap above all numbers of the
-// compute dtype counts as no cap. A positive cap below the smallest normal number becomes that number, because products
-// are divided by the cap.
+// With a head_dim of 0 all products are 0 whatever the scale is, and the default scale would be infinite. The scale is
+// then 1. A cap above all numbers of the compute dtype counts as no cap. A positive cap below the smallest normal
+// number becomes that number, because products are divided by the cap.
 void describe_scores(Problem& problem, const Call& call) {
   using Single = std::numeric_limits<float>;
   const int64_t head_dim = concrete(call.query.sym_size(-1));
@@ -232,8 +232,9 @@ void ProblemBuilder::add_program(const Call& call) {
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
 }
 
-// Makes a mask_mod a window, because a window is faster, and returns whether it did. The mask_mod must depend on the
-// distance alone, and show exactly the distances of an interval that includes 0.
+// Replaces the mask_mod by an equal window if there is one, because a window is faster. Returns whether it did. A
+// window equals a mask_mod that depends on the distance i - j alone and shows exactly the distances of an interval that
+// includes 0.
 bool ProblemBuilder::is_window(const Call& call) {
   const List& list = mask_->list;
   Visibility& v = problem_.visibility;
@@ -316,8 +317,8 @@ ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) con
   return {written, of_distances ? written.transpose(-1, -2) : written};
 }
 
-// Asks for pages of 2 MB for memory that nothing has been written to, because smaller ones take longer to get than to
-// fill with zeros.
+// Sets an uninitialised tensor to 0. Asks the system for pages of 2 MB first, because getting smaller pages takes
+// longer than filling them with zeros.
 static at::Tensor zeroed(const at::Tensor& numbers) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
@@ -359,7 +360,7 @@ void ProblemBuilder::add_scale(Operand& operand, const std::optional<at::Tensor>
 
 const void* ProblemBuilder::contiguous(const at::Tensor& tensor) {
   at::Tensor& numbers = contiguous_.emplace_back(tensor.contiguous());
-  // CUDA reads pairs of float32 at once. Copies a view whose address is not aligned for a pair.
+  // CUDA kernels read two float32 at once, so a view is copied if its address is not aligned to 8 bytes.
   if (reinterpret_cast<uintptr_t>(numbers.const_data_ptr()) % (2 * sizeof(float)) != 0) numbers = numbers.clone();
   return numbers.const_data_ptr();
 }
@@ -401,8 +402,7 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether dimension d can be merged with the last kept dimension: in every operand the strides of the two fit a
-  // single dimension.
+  // Whether dimension d can be merged with the last kept dimension. In every operand, one stride must then serve both.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];

@@ -9,10 +9,10 @@ namespace attn {
 
 constexpr int64_t kMaxHeadDim = int64_t{1} << 32;  // workspaces are counted in 64 bits
 
-// Fills in what defines a score (core/score.h): the scale, the cap and whether there is a mask.
+// Sets the scale, the soft cap and has_mask of `problem`, which define a score (core/score.h).
 void describe_scores(Problem& problem, const Call& call);
 
-// A device's function that writes all sequences (PackedSequences::write).
+// A function that writes all sequences of a packed call on a device (PackedSequences::write).
 using WriteSequences = void(const PackedSequences& sequences, const at::Tensor& query);
 
 // Describes a call in `problem`: collects its operands, then merges the batch dimensions whose strides are compatible
@@ -24,16 +24,17 @@ class ProblemBuilder {
   ProblemBuilder(Problem& problem, const Shape& shape, const Call& call, const at::Tensor& rng_state,
                  WriteSequences* write);
 
-  // `operand` is a member of `problem`. A dimension of extent 1 gets stride 0.
+  // Describes `tensor` in `operand`, a member of `problem`. A dimension of extent 1 gets stride 0.
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
-  // Adds the scale of keys or values, `of`, if there is one.
+  // Adds the scale of `of`, which is the key or the value, if there is a scale.
   void add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
-  // Returns the numbers of a tensor, in contiguous memory that lives as long as the builder.
+  // Returns a pointer to the elements of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
-  // Likewise for a tensor with one number per head, in the compute dtype: [batch, heads]. Null if there is no tensor.
+  // Returns the same for a tensor with one number per head, converted to the compute dtype and expanded to [batch,
+  // heads]. Returns null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.
@@ -84,7 +85,7 @@ std::array<at::Tensor, 3> allocate_splits(ForwardParams& p, const at::Tensor& qu
 // needed is undefined.
 std::array<at::Tensor, 3> allocate_partial(StatsParams& p, const at::Tensor& query);
 
-// Plans how the gradient of a mask is summed. Call it after p.grad_mask is set.
+// Plans how the gradient of a mask is summed. Call this function after p.grad_mask is set.
 void plan_mask(BackwardParams& p);
 
 inline bool no_rows(const Problem& p) { return number_of_rows(p) == 0; }

@@ -66,7 +66,8 @@ class Graph {
     }
     return false;
   }
-  // Builds value n and its operands again. `built` maps a value to the value that takes its place.
+  // Returns value n with some of the values that it depends on replaced. `built` maps each replaced value to its
+  // replacement, and gets an entry for every value that this function builds.
   int rebuilt(int n, std::unordered_map<int, int>& built) {
     if (const auto found = built.find(n); found != built.end()) return found->second;
     if (is_leaf(n)) return n;
@@ -78,7 +79,7 @@ class Graph {
   }
 
   // Adds an operation whose result has `type`. Simplifies the operation if that changes at most a rounding. Moves
-  // factors that are the same for all pairs outwards, so that they merge.
+  // factors that are the same for all pairs out of sums and products, so that these factors merge into one.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -137,7 +138,8 @@ class Graph {
  private:
   double number_of(int n) const { return values_[n].leaf.number; }
   bool is_number(int n) const { return is_leaf(n) && values_[n].leaf.leaf == Leaf::number; }
-  // Whether value n is a product whose second factor is the same for all pairs and whose first factor is not.
+  // Whether value n is a product of a factor that differs between pairs and a second factor that is the same for all
+  // pairs.
   bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_uniform(values_[n].from[1]); }
   int with_factor(Op op, int a, int b, int factor) { return add(Op::mul, add(op, a, b), factor); }
 
@@ -160,7 +162,8 @@ class Graph {
 // ---------------------------------------------------------------------------------------------------------------
 // Derivatives
 
-// Partial derivative of value n by its operand number i, or kNone where that is 0.
+// Returns the partial derivative of value n with respect to its operand number i, or kNone if the derivative is always
+// 0.
 int partial(Graph& g, int n, int i) {
   const Value v = g[n];
   const auto [a, b, c] = v.from;
@@ -243,8 +246,8 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   return adjoints;
 }
 
-// The derivative of value n along a direction. `tangents` holds the derivatives of the leaves. This function adds every
-// derivative that it finds.
+// Returns the derivative of value n along a direction, or kNone where that is 0. The caller puts the derivatives of the
+// leaves into `tangents`. This function inserts every derivative that it finds.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
@@ -261,9 +264,9 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int t = tangent(g, v.from[i], tangents);
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
-      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. In the derivative of a
-      // `times` by its second operand, p is the first operand of that `times`, so p comes first. Everywhere else the
-      // tangent comes first.
+      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. If value n is a `times`
+      // and i is its second operand, p is the first operand of value n, so p comes first here, too. In all other
+      // products the tangent comes first.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
     }
@@ -303,8 +306,7 @@ struct Result {
   LeafOfList of = {Leaf::number};
   int index = kNone;  // the value that is the index into table `of.column`
 };
-// Returns the operations that `results` need, in order. A slot is used again once no operation needs its value any
-// more.
+// Returns the operations that `results` need, in order. A slot is reused when no later operation reads its value.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
   const int one = g.number(1), nothing = g.number(-0.0);
   std::vector<Value> values;
@@ -321,8 +323,9 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // Fuses operations whose results nothing else needs: a sum, or a sum with a product, with a number of a table; a sum
-  // or difference with a product; and a tanh with the factors of its argument and of its result.
+  // Fuses an operation into the operation that reads its result, if no other operation reads it. The fused operations
+  // are: a number of a table plus a value or a product (lookup); a sum or difference of a product and a value (fma,
+  // fms, fnma); and tanh with a factor of its argument and a factor of its result.
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
@@ -620,8 +623,8 @@ struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
 };
 
-// Returns a value through which all `results` read the score, so that none of them needs the score itself. Computing
-// the value must cost more than a product. Returns kNone if there is no such value.
+// Looks for a value through which every result reads the score, so that no result needs the score itself. The value
+// must cost more than a product: tanh, exp, exp2, log or log1p. Returns kNone if there is no such value.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;
@@ -639,7 +642,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
   // Makes a list in which product * scale takes the place of the score. If `kept` is given, the leaf `product` takes
-  // the place of that value, because the kernel has stored it.
+  // the place of value `kept`, because the kernel has stored that value.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
         {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};

@@ -4,10 +4,10 @@
 // boolean), the operation and its operands, which are earlier values. The string begins with "attn.program 1" and ends
 // with "return %3". torch_attn/_programs.py writes such strings, and docs/flex.md lists the operations.
 //
-// The code differentiates a list of operations, not the loop that evaluates the list: each operation has one rule, its
-// partial derivatives. Let the list compute s = f(z, terms). The reverse sweep makes a list that computes the gradients
-// of z and of the terms. The forward sweep makes a list that computes the derivative of s, or of those gradients, along
-// a direction.
+// The code differentiates a list of operations, not the loop that evaluates the list. The only rules that it needs are
+// the partial derivatives of each operation. Let the list compute s = f(z, terms). The reverse sweep makes a list that
+// computes the gradients of z and of the terms. The forward sweep makes lists that compute derivatives along a
+// direction: one list for s, and one for the gradients of the reverse sweep.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@
 
 namespace attn {
 
-// The lists of a string. They live as long as this object.
+// The lists that a string is compiled to. The lists live as long as this object.
 class Compiled {
  public:
   virtual ~Compiled() = default;

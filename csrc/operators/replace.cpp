@@ -50,8 +50,8 @@ bool has_kernels(c10::Device device) {
 
 bool is_dense(const Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-// Whether attn::sdpa answers the call, judged by the tensors' device, layouts and dtype. If so, attn::sdpa refuses only
-// calls that the built-in refuses or should refuse.
+// Whether attn::sdpa answers the call. Only the tensors' device, layouts and dtype decide this. Among the calls that it
+// answers, attn::sdpa refuses only those that the built-in refuses or should refuse.
 bool serves(const Call& x) {
   const auto dtype = x.query.scalar_type();
   return has_kernels(x.query.device()) && is_dense(x.query) && is_dense(x.key) && is_dense(x.value) &&
@@ -77,7 +77,7 @@ torch::Library put_in_place(DispatchKey key) {
 }
 
 // PyTorch warns once in a process, when the first kernel replaces another. This replacement is intended, so its warning
-// is silenced. WarnAlways saves PyTorch's single warning for another replacement.
+// is silenced. WarnAlways keeps PyTorch's single warning available for another replacement.
 std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}

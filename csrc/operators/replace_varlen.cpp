@@ -1,4 +1,4 @@
-// The switch for torch.nn.attention.varlen: replaces the aten operators that this module calls, for CPU tensors.
+// The switch for torch.nn.attention.varlen: gives kernels for CPU tensors to the aten operators that this module calls.
 //
 // PyTorch has kernels of aten::_flash_attention_forward and related operators for GPUs only. The first use of the
 // switch adds kernels for the CPU, below autograd, that call attn::attention. The arguments of these operators differ
@@ -61,16 +61,18 @@ class FlashArguments {
   at::ArrayRef<IValue> values_;
 };
 
-// Converts between flash attention's layout, [tokens, heads, E] or [batch, length, heads, E], and ours.
+// Swaps heads and length. Flash attention's layout is [tokens, heads, E] or [batch, length, heads, E]; in attn's layout
+// the heads stand before the tokens.
 Tensor swap_heads(const Tensor& t) { return t.transpose(-3, -2); }
 
-// The window of the call. Causality is the window (left, 0).
+// The window of the call. A causal call has the window (left, 0).
 std::array<int64_t, 2> window_of(const FlashArguments& a) {
   const auto size = [](const IValue& value) { return value.isNone() ? -1 : value.toInt(); };
   return {size(a.get("window_size_left")), a.get("is_causal").toBool() ? 0 : size(a.get("window_size_right"))};
 }
 
-// The last query stands at the last key, also without packed sequences.
+// Flash attention gives the last query the position of the last key. attn does so by itself for packed sequences only,
+// so other calls get a query_offset.
 Call call_of(const FlashArguments& a) {
   const auto cu_seq_q = a.tensor_if_any("cum_seq_q"), lengths = a.tensor_if_any("seqused_k");
   std::optional<Tensor> offset;
@@ -96,8 +98,7 @@ Call call_of(const FlashArguments& a) {
           .alibi_slopes = a.tensor_if_any("alibi_slopes")};
 }
 
-// Returns t with the strides of `like`, because torch's fake results, which compiled graphs rely on, have these
-// strides.
+// Returns t with the strides of `like`. Torch's fake results have these strides, and compiled graphs rely on them.
 Tensor with_strides_of(const Tensor& like, const Tensor& t) {
   const Tensor result = at::empty_like(like);
   return t.strides() == result.strides() ? t : result.copy_(t);
@@ -126,8 +127,8 @@ void flash_forward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stac
               "block_table", "num_splits"});
   const auto [output, logsumexp] = flash_forward(a);
   const auto numbers = output.options().dtype(at::kUInt64);
-  // Torch's formula of the derivative drops these three arguments. It passes the fourth result on to the backward, so
-  // this result says whether any of the three was given.
+  // Torch's formula of the derivative does not pass these three arguments to the backward. But it passes the fourth
+  // result, so this result says whether any of the three arguments was given.
   const bool more = !a.get("seqused_k").isNone() || !a.get("alibi_slopes").isNone() || !a.get("block_table").isNone();
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, output, logsumexp, at::zeros({2}, numbers), at::full({}, more, numbers),

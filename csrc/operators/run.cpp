@@ -14,9 +14,9 @@ namespace {
 
 using at::Tensor;
 
-// No task writes rows outside all packed sequences, keys beyond the length of their sequence, or gradients of a
-// sequence that lacks keys or queries. These results are 0, so the caller zeroes all results first if leaves_rows_out()
-// or leaves_some_out() is true.
+// No task writes the results of rows outside all packed sequences, the gradients of keys beyond the length of their
+// sequence, or the gradients of a sequence that lacks keys or queries. All these must be 0. Therefore the caller sets
+// all results to 0 first if leaves_rows_out() or leaves_some_out() is true.
 bool leaves_rows_out(const Problem& p, const Tensor& query) {
   if (p.sequences == 0 || !query.is_cpu()) return p.tokens > 0;
   const int64_t* const lengths = p.visibility.query_lengths;
@@ -61,9 +61,9 @@ Tensor sum_of_rows(const Tensor& rows, const Shape& shape) {
   return sums;
 }
 
-// Makes the tensors that kernels write gradients to. Each tensor has the shape that its input is broadcast to, or one
-// number per row. It has the compute dtype if it is summed to the input's shape later, because in a half type large
-// gradients of opposite signs would become infinities.
+// Makes the tensors that kernels write gradients to. The gradient of an input is written in the shape that the input is
+// broadcast to, or as one number per row. A gradient that is summed to the input's shape later is written in the
+// compute dtype, because in a half type large gradients of opposite signs would become infinities.
 class RoomForGradients {
  public:
   RoomForGradients(ProblemBuilder& builder, const Shape& shape, const Tensor& query, bool leaves_some_out)

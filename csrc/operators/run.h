@@ -1,5 +1,5 @@
-// The part of the operators of schema.cpp that is the same for every device: checks arguments, allocates results, fills
-// in params. A device (cpu/device.cpp, cuda/device.cpp) adds its kernels.
+// The part of the operators of schema.cpp that is the same for every device. It checks arguments, allocates results and
+// fills in the params. A device (cpu/device.cpp, cuda/device.cpp) adds its kernels.
 #pragma once
 
 #include <torch/library.h>
@@ -10,16 +10,16 @@
 namespace attn {
 
 // Chooses the plan (tasks, splits, chunks), allocates its workspaces by compute_options(query), and runs the kernels.
-// They write every element of every result that is not null. The caller has filled `p` by ProblemBuilder, merged the
-// batch dimensions, and set the pointers named below. It has not set the plan and the workspaces. There is at least one
-// row. There is at least one key, unless the function's comment says otherwise.
+// The kernels write every element of every result that is not null. The caller has filled `p` by ProblemBuilder, merged
+// the batch dimensions, and set the pointers named below. There is at least one row. There is at least one key, unless
+// the function's comment says otherwise.
 template <class Params>
 using Run = void(Params& p, const at::Tensor& query);
 
 // The functions of a device. Meta has no functions, because it only allocates the results.
 struct Device {
-  // Draws a seed and an offset from the device's default generator and writes int64 (seed, offset, heads) to `state`;
-  // `heads` is the number of heads in the whole batch.
+  // Draws a seed and an offset from the device's default generator, and writes int64 (seed, offset, heads) to `state`.
+  // `heads` counts the heads of all batch entries.
   void (*draw_rng_state)(const at::Tensor& state, int64_t heads);
   // Reads only the inputs. Writes output and, if not null, logsumexp, residual, row_logsumexp and max_score. Without
   // keys the output is 0.
@@ -28,8 +28,8 @@ struct Device {
   // with data and, if not null, grad_slopes, grad_sinks and grad_mask_rows. grad_mask is 0 at the call, and stays 0
   // where no key is visible. The caller has set mask_is_shared and the numbers of mask tasks (plan_mask).
   Run<BackwardParams>* backward;
-  // Reads output, residual and logsumexp as the backward does, and the direction `t`, whose data is null where the
-  // direction is zero. Writes tangent_output, tangent_logsumexp and, if it has data, tangent_residual. There may be no
+  // Reads output, residual and logsumexp as the backward does, and the direction `t`. A tensor of `t` that is zero has
+  // null data. Writes tangent_output, tangent_logsumexp and, if its data is not null, tangent_residual. There may be no
   // keys.
   Run<TangentParams>* tangent;
   // Reads what the backward reads, `t` and the tangent's three results. Writes what the backward writes.
@@ -53,8 +53,8 @@ Statistics compute_stats(const Device& device, const Call& scores);
 // this pointer. The pointer is null in a library without CPU kernels.
 extern Run<WeightsParams>* run_weights_on_cpu;
 
-// The kernel of sdpa, attention or flex_attention. It asks is_over_processes() too, because in inference mode the
-// kernels under the Autograd key do not run.
+// The kernel of sdpa, attention or flex_attention. It asks is_over_processes(), as attend_autograd() does, because
+// attend_autograd() does not run in inference mode.
 template <class Op, const Device& device>
 auto attend_on(const Call& call) {
   if (is_over_processes()) return attend_over_processes<Op>(call);
@@ -63,7 +63,7 @@ auto attend_on(const Call& call) {
   return results_for<Op>(saved.output, rows);
 }
 
-// For TORCH_LIBRARY_IMPL of the device's key.
+// Registers the kernels of a device. The TORCH_LIBRARY_IMPL of the device's dispatch key calls this function.
 template <const Device& device>
 void register_kernels(torch::Library& m) {
   constexpr auto forward = [](const auto&... a) { return compute_forward(device, /*for_derivatives=*/true, a...); };

@@ -75,7 +75,7 @@ TORCH_LIBRARY(attn, m) {
   define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
              arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
-  // Attention with functions of the pair, as strings (program.h).
+  // Attention with a score_mod, a mask_mod or both, given as strings (program.h).
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   // Attention that also returns its matrices of weights and scores (formulas.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
@@ -83,21 +83,23 @@ TORCH_LIBRARY(attn, m) {
   // Statistics of every row of scores x_j, scaled and masked, each [*, H, L]: largest_score = max_j x_j, logsumexp =
   // log sum_j exp(x_j), and entropy = -sum_j p_j log p_j with the weights p_j = exp(x_j - logsumexp). received_weight,
   // [*, H, S], is the sum of p_j over the rows, for every head of the query and every key j. Results are float32
-  // (float64 for float64). The call takes O(L + S) memory (core/statistics.h). Asking for a derivative is an error.
+  // (float64 for float64). The call takes O(L + S) memory (core/statistics.h). The results have no derivatives, and
+  // asking for one raises an error.
   define("sdpa_stats(" + arguments<Scores>() +
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
          plain);
 
-  // Four operators give every derivative. x: the arguments that may have derivatives, in the order of a call. O(x): the
-  // output and the rows' logsumexp. J: the Jacobian of O.
+  // The next four operators compute the forward and its first and second derivatives. In their comments, x stands for
+  // the arguments that may have derivatives, in the order of a call. O(x) stands for the output and the rows'
+  // logsumexp, and J for the Jacobian of O.
   //
-  // O(x), with the rows' results only if with_rows, and what derivatives need:
-  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64): a pair, whose meaning depends on
-  //             the device (core/params.h)
-  // rng_state   of dropout, int64 (seed, offset, period), see core/params.h; empty without dropout; drawn if not given
+  // _sdpa_forward returns O(x), with the rows' results only if with_rows, and what the derivatives need:
+  // logsumexp   of every row of scores, [*, H, L, 2], float32 (float64 for float64). It is a pair of numbers, whose
+  //             meaning depends on the device (core/params.h)
+  // rng_state   of dropout, int64 (seed, offset, period), see core/params.h. Drawn if not given. Empty without dropout
   // residual    exact output - rounded output, float32, if derivatives of half types need it (validate.h), else empty.
-  //             Autograd asks for exact_residual if slopes or sinks need a derivative: then the weights of the exact
-  //             output are not rounded either (core/params.h)
+  //             Autograd asks for exact_residual if slopes or sinks need a derivative. The exact output is then
+  //             computed from weights that are not rounded (core/params.h)
   const std::string saved = "Tensor output, Tensor logsumexp, Tensor rng_state, Tensor residual";
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");
@@ -109,8 +111,8 @@ TORCH_LIBRARY(attn, m) {
   // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
-  // J t for a direction t, with the residual of J t and the derivative of logsumexp along t. This derivative is the sum
-  // of two numbers per row, [*, H, L, 2].
+  // J t for a direction t. tangent_residual is the exact minus the rounded tangent_output. tangent_logsumexp has two
+  // numbers per row, [*, H, L, 2]. Their sum is the derivative of the row's logsumexp along t.
   define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse is J'du + H, and reverse over forward is (J'u, H). The Hessian is symmetric, so the same H serves all
@@ -119,15 +121,16 @@ TORCH_LIBRARY(attn, m) {
              ") -> (" + of_inputs("Tensor") + ")",
          plain);
 
-  // Convert the forward's pair to the logsumexp, float64 [*, H, L], and back, to merge calls over different keys. The
-  // meaning of the pair depends on the call.
+  // The first of these two operators converts the forward's pair to the logsumexp, float64 [*, H, L]. The second
+  // converts a logsumexp back to a pair. Both serve to merge calls over different keys. The meaning of the pair depends
+  // on the call.
   define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
   define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
 
   // Like sdpa_with_weights, without scores. If `mean`, the weights are averaged over the heads, [*, L, S].
   define("_sdpa_and_weights(" + unpacked + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
 
-  // Which instruction set the CPU kernels run with; see cpu/capability.h.
+  // The instruction set that the CPU kernels run with; see cpu/capability.h.
   m.def("_cpu_capability() -> str");
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
@@ -135,11 +138,11 @@ TORCH_LIBRARY(attn, m) {
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Adds `change` to a sum, and returns the sum. While it is positive, calls are spread over several processes, and
-  // operators other than sdpa and attention raise an error.
+  // Adds `change` to a sum, and returns the sum. While the sum is positive, calls are spread over several processes,
+  // and operators other than sdpa and attention raise an error.
   m.def("_over_processes(int change) -> int");
 
-  // The same for attn::invariant(), which holds while its sum is positive.
+  // Adds `change` to another sum, and returns this sum. attn::invariant() is on while this sum is positive.
   m.def("_invariant(int change) -> int");
 
   // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive. Returns the sum.

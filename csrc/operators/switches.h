@@ -22,13 +22,13 @@ class Switch {
 // Whether attn::invariant() is on.
 bool is_invariant();
 
-// Whether calls are spread over several processes. While they are, every call of sdpa and attention, from any code and
-// with any tensors, is this process's part of a call over several processes. Python implements such calls
+// Whether calls are spread over several processes. If so, every call of sdpa and attention in this process, from any
+// code and with any tensors, is a part of a call over several processes. Python implements such calls
 // (torch_attn/distributed/_context.py).
 bool is_over_processes();
-// Throws if is_over_processes(), because `op` cannot be part of such a call.
+// Throws if is_over_processes(), because `op` cannot be part of a call over several processes.
 void refuse_over_processes(const char* op);
-// Answers sdpa or attention while is_over_processes(). Refuses flex_attention.
+// Answers a call of sdpa or attention while is_over_processes() is true. Refuses flex_attention.
 template <class Op>
 auto attend_over_processes(const Call& call) {
   if constexpr (std::is_same_v<Op, FlexOp>) refuse_over_processes(Op::name);

@@ -19,8 +19,8 @@ using c10::SymInt;
 
 SymInt extent(const Tensor& t, int64_t dim_from_end) { return t.sym_sizes()[t.dim() - dim_from_end]; }
 
-// A program may be compiled for a size that is known only at run time. Such a size counts as not 1, and the program
-// checks at run time that it equals the required size.
+// torch.compile and torch.export may not know a size until run time. is_one() is false for such a size, and
+// must_equal() makes the compiled program check the size at run time.
 bool is_one(const SymInt& size) { return TORCH_GUARD_OR_FALSE(size.sym_eq(1)); }
 bool must_equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
 bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
@@ -28,7 +28,8 @@ bool must_equal(c10::SymIntArrayRef a, c10::SymIntArrayRef b) {
          std::equal(a.begin(), a.end(), b.begin(), [](const SymInt& x, const SymInt& y) { return must_equal(x, y); });
 }
 
-// Whether a tensor broadcasts to `allowed` without enlarging it. The last `exact` sizes must be equal.
+// Whether a tensor broadcasts to `allowed` without enlarging it. The last `exact` sizes of the tensor must equal those
+// of `allowed`.
 bool broadcasts(const Tensor& t, c10::SymIntArrayRef allowed, int64_t exact = 0) {
   bool fits = t.dim() >= exact && t.dim() <= static_cast<int64_t>(allowed.size());
   for (int64_t d = 1; fits && d <= t.dim(); ++d) {
@@ -85,8 +86,8 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
               mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
 }
 
-// The hint for tensors [B, L, H, E] and [B, S, H, E], whose lengths stand where heads are expected. Call it only for an
-// error, because a comparison of sizes becomes a condition of an exported program.
+// Returns a hint if the tensors look like [B, L, H, E] and [B, S, H, E], with the length where the heads should be.
+// Call this function only for an error, because a comparison of sizes becomes a condition of an exported program.
 const char* layout_hint(const Tensor& query, const Tensor& key) {
   const bool looks_like_it = query.dim() == 4 && key.dim() == 4 &&
                              TORCH_GUARD_OR_FALSE(extent(query, 2).sym_eq(extent(key, 2))) &&
@@ -132,7 +133,8 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
   TORCH_CHECK(!packed, shape.op, ": attn_mask has shape ", mask.sym_sizes(),
               "; it must be [Hq or 1, T_q, max_k] = ", c10::SymIntArrayRef(allowed),
               ": a row for each query, over the keys of its own sequence");
-  // A mask [batch, S], as a tokenizer returns it, or [batch, L, S] lacks the dimensions after the batch.
+  // Tokenizers return masks [batch, S]. These masks lack the dimensions of heads and queries. Masks [batch, L, S] lack
+  // the dimension of heads. The hint says how to add what is missing.
   const bool of_samples = shape.dims >= 3 && mask.sym_sizes()[0] == allowed[0] && extent(mask, 1) == shape.keys;
   const char* hint = "";
   if (of_samples && mask.dim() == 2 && shape.dims == 3) {
@@ -150,8 +152,8 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
               "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
-// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and the last `exact`
-// sizes must be equal.
+// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and its last `exact`
+// sizes must equal those of `allowed`.
 void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
                    c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
   TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,
@@ -170,7 +172,7 @@ void check_per_head(const Shape& shape, const char* name, const std::optional<Te
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
 }
 
-// Checks the strings of a program, and that its tensors have what the strings read.
+// Checks the strings of a program, and that the program's tensors have all columns and tables that the strings read.
 void check_program(const Shape& shape, const Call& call) {
   const auto refuse = [&](bool is, const char* name, const char* instead) {
     TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
@@ -243,7 +245,7 @@ void check_program(const Shape& shape, const Call& call) {
               " queries and ", shape.keys, " keys");
 }
 
-// Whether the numbers of a tensor of integers can be read without waiting for a device.
+// Whether the values of a tensor of integers can be read without waiting for a device.
 bool is_readable(const Tensor& t) {
   return t.is_cpu() && t.has_storage() && !t.is_meta() && !at::isTensorSubclassLike(t);
 }
@@ -252,7 +254,8 @@ void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
               t.scalar_type(), "; it must be int32 or int64");
 }
 
-// Checks the numbers too, if they can be read. `most(i)` is the largest number that entry i may hold.
+// Checks a tensor of integers, and also their values if these can be read (is_readable). `most(i)` is the largest value
+// that entry i may have.
 void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
                     int64_t least, const auto& most) {
   if (!t) return;
@@ -267,7 +270,7 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   }
 }
 
-// Checks where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
+// Checks a tensor of the places where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
   TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");
@@ -302,15 +305,15 @@ void check_packing(Shape& shape, const Call& call) {
     TORCH_CHECK(block_table, shape.op, ": cu_seq_k is None; that is possible with a block_table only");
     return;
   }
-  // With a block_table, seqused_k says how many keys there are. cu_seq_k is checked too, though no kernel reads it
-  // then.
+  // With a block_table, seqused_k says how many keys each sequence has, and no kernel reads cu_seq_k. A cu_seq_k that
+  // is given is checked all the same.
   const SymInt tokens = block_table ? SymInt(std::numeric_limits<int64_t>::max()) : shape.keys;
   check_starts(shape, "cu_seq_k", *cu_seq_k, query, "T_k", tokens, "max_k", block_table ? tokens : max_k);
   TORCH_CHECK(must_equal(cu_seq_q->sym_numel(), cu_seq_k->sym_numel()), shape.op, ": cu_seq_k has ",
               cu_seq_k->sym_numel(), " entries but cu_seq_q has ", cu_seq_q->sym_numel(), "; they must be as many");
 }
 
-// Call it after check_packing() and after the check that seqused_k holds integers [N].
+// Checks a block_table. Call this function after check_packing() and after the check that seqused_k holds integers [N].
 void check_pages(const Shape& shape, const Call& call) {
   const Tensor &query = call.query, &key = call.key, &table = *call.block_table;
   const std::optional<Tensor>& seqused_k = call.key_lengths;
@@ -478,7 +481,8 @@ void ValidatedCall::check_residual(const char* name, const Tensor& t) const {
 
 void ValidatedCall::check_rng_state(const Tensor& t) const {
   if (call.dropout_p == 0) return;
-  // There is one state for all samples, or one for each sample along the leading dimensions that vmap added.
+  // There is one rng_state for all samples of vmap, or one for each sample along the leading dimensions that vmap
+  // added.
   const bool fits = broadcasts(t, shape.expanded(1, 1, 3), 1);
   TORCH_CHECK(fits && t.scalar_type() == at::kLong && t.device() == call.query.device(), shape.op, ": rng_state is ",
               t.scalar_type(), " of shape ", t.sym_sizes(), " on ", t.device(),

@@ -1,6 +1,6 @@
-// Checks the arguments of a call, and finds the shapes that follow from them. The functions of run.cpp call it, below
-// autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic, so that the same
-// code serves dynamic shapes.
+// Checks the arguments of a call, and computes the shapes of the call. The functions of run.cpp call validate() below
+// autograd, for every device and for Meta. vmap and the formulas call it, too. Sizes are symbolic (SymInt), so that the
+// same code also checks dynamic shapes.
 #pragma once
 
 #include "operators/ops.h"
@@ -29,20 +29,19 @@ struct Shape {
   c10::SymDimVector of_entries() const;
 };
 
-// Checks a call of `op`. Throws c10::Error, which names `op`, the argument, its value and what is allowed. Private
-// operators and `attention` give the name of varlen_attention if sequences are packed, of flex_attention if there is a
-// program, else of sdpa.
+// Checks a call of `op`. Throws a c10::Error that names `op`, the argument, its value and what is allowed.
+// ValidatedCall does not know the operator: it passes the name of varlen_attention if sequences are packed, of
+// flex_attention if there is a program, else of sdpa.
 Shape validate(const char* op, const Call& call);
 
 inline void check_allowed(const char* op, const char* name, std::optional<double> number, const Allowed& allowed) {
   TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
 }
 
-// Checks the scale of a tensor of 8 bits, `of`, and that other tensors have none.
+// Checks that `scale` fits `of` if `of` is a tensor of 8 bits, and that there is no `scale` if `of` is another tensor.
 void check_scale(const char* op, const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
-// A call that is validated when this object is made. The functions check what the private operators take beside the
-// call.
+// Validates a call in its constructor. The member functions check the other arguments of the private operators.
 struct ValidatedCall {
   const Call& call;
   const Shape shape = validate(call.is_packed()     ? VarlenOp::name
@@ -65,15 +64,15 @@ struct ValidatedCall {
   void check_residual(const char* name, const at::Tensor& t) const;
 };
 
-// Number i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory without an operator,
-// because transforms of torch.func would intercept an operator.
+// Returns the element at place i, in contiguous order, of a tensor of integers in a CPU's memory. Reads the memory
+// without an operator, because transforms of torch.func would intercept an operator.
 inline int64_t number_at(const at::Tensor& t, int64_t i) {
   int64_t at = 0;
   for (int64_t d = t.dim(); d-- > 0; i /= t.size(d)) at += i % t.size(d) * t.stride(d);
   return t.scalar_type() == at::kInt ? t.const_data_ptr<int32_t>()[at] : t.const_data_ptr<int64_t>()[at];
 }
 
-// The type that kernels compute in. Workspaces and statistics have it too.
+// The type that kernels compute in. It is also the type of workspaces and statistics.
 at::ScalarType compute_dtype(const at::Tensor& query);
 at::TensorOptions compute_options(const at::Tensor& query);
 
@@ -81,10 +80,11 @@ at::TensorOptions compute_options(const at::Tensor& query);
 // tensor, so is the output.
 at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
-// Whether the rounding error of an output of a half type is kept for derivatives. It is kept if there is a floating
-// mask, slopes, sinks or a score_mod, because that error counts in their gradients. In other gradients the rounding
-// errors of the weights are larger. It is kept with dropout too. Without the residual, a row with one key would get
-// gradients from the rounding of value / (1 - dropout_p), though its gradients are 0.
+// Whether the rounding error of an output of a half type (the residual) is kept for derivatives. It is kept if there is
+// a floating mask, slopes, sinks or a score_mod, because the error matters in the gradients of these arguments. In
+// other gradients the rounding errors of the weights are larger. The error is also kept with dropout. Without the
+// residual, the scores of a row with one key would get gradients that come from the rounding of value / (1 -
+// dropout_p). The true gradients of these scores are 0.
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
 

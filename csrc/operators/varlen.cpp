@@ -1,5 +1,5 @@
-// attn::varlen_attention: packed sequences in the layout of torch.nn.attention.varlen, [T, heads, E]. It calls
-// attn::attention with the same tensors viewed as [heads, T, E].
+// attn::varlen_attention: packed sequences in the layout of torch.nn.attention.varlen, [T, heads, E]. This operator
+// calls attn::attention with the same tensors viewed as [heads, T, E].
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -15,7 +15,8 @@ void check_dense(const char* name, const Tensor& t) {
               "; it must be a dense (strided) tensor");
 }
 
-// Checks shapes before heads and tokens are swapped, because a later error would show the sizes heads first.
+// Checks shapes before heads and tokens are swapped, because errors after the swap would show sizes in another order
+// than the caller's.
 void check_shapes(const Call& c) {
   const auto check = [](const char* name, const Tensor& t, int64_t dims) {
     TORCH_CHECK(t.defined(), VarlenOp::name, ": ", name, " is undefined; a tensor is needed");
@@ -58,7 +59,7 @@ TORCH_LIBRARY_IMPL(attn, CompositeImplicitAutograd, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }
 
-// Decomposes varlen_attention under vmap too, for the reason at the end of formulas.cpp.
+// varlen_attention is decomposed under vmap too, because torch 2.15 would otherwise call it once for each sample.
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatchedDecomposition, m) {
   m.impl("varlen_attention", VarlenOp::kernel<varlen_attention>);
 }

@@ -1,5 +1,5 @@
 // Batching rules: under vmap an operator runs once, with the mapped dimension as one more leading dimension. The
-// operators broadcast leading dimensions, so inputs that are not mapped do not change.
+// operators broadcast leading dimensions, so inputs that are not mapped are passed on as they are.
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 using at::functorch::RandomnessType;
 
-// The innermost vmap, and the rank of a mapped call: [mapped, leading dimensions..., head, L, E].
+// The innermost vmap. The query of a mapped call is [mapped, leading dimensions..., head, L, E]; rank() is the number
+// of these dimensions.
 class Batch {
  public:
   const Shape sample;  // the shape of one sample's call
@@ -41,7 +42,7 @@ class Batch {
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
   // Unwraps t. If t is mapped, the mapped dimension comes first, then dimensions of size 1, then t's own dimensions.
-  // The result then has rank() - less dimensions.
+  // The result then has rank() - less dimensions; `less` counts the dimensions head, L and E that t lacks.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
@@ -62,7 +63,7 @@ class Batch {
     return t ? std::optional(expanded(*t, less)) : std::nullopt;
   }
 
-  // Likewise for all tensors of a struct. In a call only the inputs are expanded, never integers.
+  // The same for all tensors of a struct. In a call, expanded() expands the inputs only, never tensors of integers.
   template <Struct T>
   T physical(T x) const {
     for_each_of([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
@@ -86,8 +87,8 @@ class Batch {
     return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
   }
 
-  // Wraps a mapped result, in which the mapped function sees `dims` dimensions. Returns a result of one dimension (an
-  // empty residual) as it is, because all samples share it.
+  // Turns a physical result into a tensor of the innermost vmap. The mapped function sees `dims` dimensions of this
+  // tensor. Returns a result of one dimension (an empty residual) as it is, because all samples share it.
   Tensor logical(Tensor t, int64_t dims) const {
     if (t.dim() < 2) return t;
     while (t.dim() > dims + 1) {
@@ -138,8 +139,9 @@ class Batch {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. Every sample counts its heads
-// from 0, so that derivatives under another nesting of vmap get the random numbers of the forward.
+// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. The period is the number of
+// heads in one sample, so that the heads of every sample count from 0. Derivatives under another nesting of vmap then
+// get the random numbers of the forward.
 Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   c10::SymInt heads = batch.sample.heads;
   for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
@@ -154,7 +156,7 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   return one_each ? state : state.reshape({3});
 }
 
-// The call of the forward below vmap.
+// The arguments that the forward gets below the innermost vmap, where the mapped dimension is a leading dimension.
 struct ForwardCall {
   Call call;
   std::optional<Tensor> rng_state;
@@ -170,8 +172,8 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   const bool sizes_mapped = batch.is_mapped(call.query) || batch.is_mapped(call.key) || batch.is_mapped(call.value);
   const bool mapped = batch.is_mapped(call) || batch.is_mapped(rng_state) || different;
   ForwardCall below{batch.physical(call), batch.physical(rng_state), mapped, different || batch.is_mapped(rng_state)};
-  // If query, key and value are not mapped, the query is expanded by the mapped dimension, because no other input may
-  // enlarge the scores.
+  // If neither query, key nor value is mapped, the query is expanded by the mapped dimension. One of the three must
+  // have this dimension, because other inputs broadcast to the scores and cannot enlarge them.
   if (mapped && !sizes_mapped) below.call.query = batch.expanded(call.query);
   if (random && mapped) below.rng_state = draw_rng_state(batch, different, below.call.query);
   return below;
@@ -198,7 +200,8 @@ auto attend_vmap(const Call& call) {
   return below.mapped ? batch.logical(results, batch.sample.dims) : results;
 }
 
-// The derivatives return results for every sample, so every tensor that they take is mapped or expanded by a view.
+// The operators of derivatives return a result for every sample, so every tensor that they take must have the mapped
+// dimension. A tensor that is not mapped is expanded by a view.
 
 Gradients backward_vmap(const GradResults& u, const Saved& saved, const Call& call, Wanted wanted) {
   const Batch batch(SdpaOp::name, call);
@@ -243,7 +246,8 @@ TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa_stats", StatsOp::kernel<stats_vmap>);
 }
 
-// Serves calls inside vmap without a mapped tensor, because dropout must follow `randomness` there too.
+// Inside vmap, these kernels serve calls without a mapped tensor, because dropout must follow vmap's `randomness` in
+// these calls, too.
 TORCH_LIBRARY_IMPL(attn, FuncTorchVmapMode, m) {
   m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);
   m.impl("attention", AttentionOp::kernel<attend_vmap<AttentionOp>>);
