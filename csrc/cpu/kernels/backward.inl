@@ -209,7 +209,7 @@ struct Backward {
     }
   }
 
-  // Does the same for a y whose numbers the format would round.
+  // Adds <G, y>, as add_products() does, for a `y` whose numbers the format would round.
   static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
@@ -298,7 +298,8 @@ struct Backward {
         for (int i = 0; i < kKeys; ++i) {
           const int64_t at = (first + i) * kRowTile + lane;
           const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-          // selects, because not even a NaN of a masked key or its value may reach a gradient
+          // Selects 0 instead of multiplying by it, because a masked key or its value may be NaN, and a gradient must
+          // not become NaN from them.
           const auto masked = weight == zero;
           if constexpr (kSecond) {
             const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;

@@ -28,7 +28,7 @@ struct Forward {
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
   // Whether weights are rounded to one bfloat16, and a second product sums what this rounding takes from the output.
-  // The output then has twice as many columns: first its own, then this rest.
+  // The kernel's output then has twice as many columns: first the columns of O, then the columns of this rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 

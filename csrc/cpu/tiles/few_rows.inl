@@ -208,9 +208,9 @@ struct FewRows {
   }
 
  private:
-  // Writes a vector to sums[(r * W + i) * W ...] for each of R queries r and each i < kKeys. The elements of the vector
-  // add up to <q_r, k_(first + i)>. The kKeys keys share the loads of the queries. V: the number of vectors of a row,
-  // or 0 for any number.
+  // Multiplies R queries with kKeys keys. Writes a vector to sums + (r * W + i) * W for query r and key i. The elements
+  // of the vector add up to <q_r, k_(first + i)>. Each vector of a query is loaded once for all kKeys keys. V: the
+  // number of vectors of a row, or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
                                    T* sums) {

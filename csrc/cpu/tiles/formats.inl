@@ -36,7 +36,7 @@ concept Format =
       F::kTiles;        // whether products go through the processor's tiles
       F::holds(dtype);  // whether the format holds every number of this type exactly
 
-      // One step of a product: the slot *a, or a vector of slots, times a vector of slots.
+      // In one step of a product, each lane multiplies one slot. `a` points to a slot that all lanes read.
       F::multiply(a, v);
       F::multiply_add(v, a, v);
       F::multiply_add(v, v, v);
@@ -75,8 +75,8 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Returns how many slots hold `numbers` neighbours, in whole steps of a product. A step has kStep slots for each
-// summand of a number.
+// Returns how many slots `numbers` neighbours take, rounded up to whole steps of a product. A step has kStep slots for
+// each summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;

@@ -53,8 +53,8 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.page_size % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// Returns a tile of keys or values, which are at most kKeyTile rows from row `first` on. The tile is in place, or a
-// copy if tiles may span several pages.
+// Returns a tile of keys or values, which begins at row `first` and has at most kKeyTile rows. The tile is used in
+// place, or copied to `copy` if tiles may span several pages.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
@@ -130,8 +130,9 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
 // While the functions below transpose or write rows, they prefetch the next rows, because processors do not foresee
 // accesses that jump from row to row.
 //
-// If the last vector is not full but there are enough numbers, it begins earlier and copies some numbers a second time.
-// (A part of a vector would be copied number by number.)
+// If the numbers left over do not fill the last vector, this vector begins earlier, and some numbers are copied twice.
+// (A part of a vector would be copied number by number.) If a row has less than a vector of numbers, this is not
+// possible.
 
 // Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
 template <class T>

@@ -15,8 +15,8 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// whole() and bits() reinterpret numbers as whole numbers of the same size, signed or unsigned. as_number() does the
-// reverse. Unsigned numbers wrap around, as PyTorch's integers do.
+// whole() reinterprets numbers as signed integers of the same size, and bits() as unsigned integers. as_number() does
+// the reverse. Unsigned integers wrap around, as PyTorch's integers do.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
@@ -92,8 +92,9 @@ struct PairTiles {
 
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
-// Sums over a strip: per lane, per key, and per diagonal, which has one distance. A lane without a row may hold a NaN,
-// because its terms are 0, and adds nothing.
+// These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each
+// diagonal, on which all pairs have the same distance. A lane without a row adds nothing, but may hold a NaN, because
+// its terms are 0.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -198,8 +199,8 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Evaluates keys [first, first + count) of the tile. Unless they are null, the last operation writes to `to`, and the
-  // second result goes to `kept`.
+  // Evaluates keys [first, first + count) of the tile. Writes the last operation's result to `to`, and the list's
+  // second result to `kept`, unless these pointers are null.
   void run(int64_t first, int64_t count, T* to = nullptr, T* kept = nullptr) {
     first_ = first;
     kept_ = kept;
@@ -616,7 +617,7 @@ class Evaluation {
       for (int64_t j = 0; j < count; j += W) {
         const int64_t keys = smaller(W, count - j);
         if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
-          // The numbers of W keys lie together in the table of each row.
+          // Each row has its own table. A single vector of this table may hold the numbers of W keys.
           const int64_t place = leaf->place(first_ + j + (leaf->of_distances ? W - 1 : 0), i);
           const Vec<UInt<T>> base = first_of(at, place, leaf->of_keys);
           if (base[0] != kScattered) {
@@ -654,7 +655,9 @@ class Evaluation {
         }
       }
   }
-  // Where vectors begin that hold the W numbers from W places on, or from one place, if they lie inside the table.
+  // Each of W rows looks up W numbers in its table. Returns, for each row, the index at which a vector begins that
+  // holds these W numbers. Returns kScattered if some row has no such vector inside its table. `one`: all rows look up
+  // the W indices from `place` on. Otherwise row k looks up the W indices from `place` + k on.
   static constexpr UInt<T> kScattered = ~UInt<T>{};
   static ATTN_INLINE Vec<UInt<T>> first_of(const Lookup& at, int64_t place, bool one) {
     const auto many = [&](const UInt<T>* x) { return one ? splat<UInt<T>>(x[place]) : load<UInt<T>>(x + place); };

@@ -188,7 +188,8 @@ struct RowTask {
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // Returns the keys of the split that rows at these positions see, beginning with a whole tile.
+  // Returns the keys of the task's split that rows at these positions see. The range begins where a tile of keys
+  // begins.
   Range keys_seen(const Problem& p, Range positions) const {
     return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);
   }

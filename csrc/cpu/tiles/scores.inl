@@ -208,9 +208,9 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, writes to it
-// what derivatives read: the tanh of a cap (SoftCap) or, with a score_mod, the products or PairProgram::keeping's
-// second result.
+// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, also writes to
+// `kept` what derivatives read. With a cap, this is the tanh (SoftCap). With a score_mod, it is the second result of
+// PairProgram::keeping, or the products if `keeping` is null.
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
