@@ -32,8 +32,8 @@ double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.
 // The floating-point operations of one product, such as Q K^T, over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
-// The cost of a pair in the forward apart from its products, in the unit of product_flops(). It decides whether a
-// second thread pays in calls of ten microseconds (measured while decoding).
+// The cost of a pair of query and key in the forward, without the products, in the unit of product_flops(). This cost
+// decides whether a second thread pays in calls of ten microseconds (measured while decoding).
 constexpr double kFlopsPerPair = 128;
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
@@ -326,8 +326,8 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
       first += numbers;
     });
   }
-  // Skips sequences without queries, because in a call with one token their row of the mask belongs to another
-  // sequence.
+  // Skips sequences without queries. In a call with one token, the mask has one row for all sequences, and an empty
+  // sequence would overwrite the gradient of this row with 0.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
                 [](const auto& p) { return 2 * product_flops(p); }, workspace,

@@ -32,7 +32,7 @@ struct Forward {
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
-  // What the kernel keeps of a tile of rows from one tile of keys to the next.
+  // The state of a tile of rows, which the kernel keeps from one tile of keys to the next.
   struct RowState {
     RowTile rows;
     bool started;  // after the first keys: reference, sum and output_t hold values

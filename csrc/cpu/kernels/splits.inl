@@ -54,7 +54,7 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
 }
 
 // Writes the logsumexp and the largest score of a row. `reference` and `sum` include the sink. `largest` does not
-// include the sink. `largest`, like `reference`, is a product where leaves_products(), else a score.
+// include the sink. `largest`, like `reference`, is a product if leaves_products(), else a score.
 template <class T>
 void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
                    const Results<T>& to) {

@@ -14,8 +14,8 @@ struct FewRows {
   static constexpr int kAtOnce = 4;     // rows that share a load
 
   // Here every score is a sum across the lanes of a vector. If keys are short, these sums take much of the time, so the
-  // products of gemm.inl are faster from fewer queries on. `most`: the largest number of rows, measured for each kernel
-  // with keys in memory, because this code prefetches keys.
+  // products of gemm.inl are faster from fewer queries on. `most` is the largest number of rows for which this code is
+  // faster. It was measured for each kernel with keys in memory, not in the cache, because this code prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
@@ -49,7 +49,7 @@ struct FewRows {
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
   }
 
-  // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products where leaves_products().
+  // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products if leaves_products().
   // Writes -inf where a row does not see a key. If a mask hides the last keys of the tile from all rows, does not read
   // these keys and writes nothing for them. Returns the number of keys before them. Does not prefetch keys from `last`
   // on.
@@ -235,7 +235,7 @@ struct FewRows {
       for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
       add(d, k);
     };
-    const auto add_end = [&](int64_t d) {  // selects, because numbers past the row may be NaN
+    const auto add_end = [&](int64_t d) {  // selects zeros, because numbers past the row may be NaN
       const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
       Vec<T> k[kKeys];
 #pragma GCC unroll 4

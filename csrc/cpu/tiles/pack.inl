@@ -95,16 +95,16 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   return {copy, x.dtype, cols, 1, copy};
 }
 
-// A tile of keys or values, as pieces of kPiece contiguous rows. (Pages of most sizes consist of such pieces.) After
-// the tile's pieces come the pieces of the next kAhead rows, which are prefetched but never read.
+// A tile of keys or values, cut into pieces of kPiece contiguous rows. (Pages of most sizes consist of such pieces.)
+// `at` holds the pieces of the tile, and then the pieces of the next kAhead rows, which are prefetched but never read.
 constexpr int64_t kPiece = 16, kAhead = 32;
 struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, reading them
-// in place needs pages of whole tiles, because every row of a tile but the last one is read past its end
-// (few_rows.inl), and memory may end with a page.
+// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, they can be
+// read in place only in pages that hold whole tiles. The kernels read every row of a tile but the last one past its end
+// (few_rows.inl), and memory may end where a page ends.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {

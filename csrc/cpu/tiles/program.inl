@@ -267,7 +267,8 @@ class Evaluation {
             store<T>(to, load<T>(to) + columns[k]);
           }
         } else {
-          // From owner to owner of the table's numbers, so that an addition need not wait for the one before it.
+          // If rows or keys own tables, consecutive additions go to tables of different owners, so that no addition
+          // waits for the previous one.
           const auto add = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
             const UInt<T> index = at.index_at(key, row);
             if (index < at.size) table[key * at.key + row * at.row + index] += x.data[key * x.step + row];
@@ -284,13 +285,13 @@ class Evaluation {
   }
 
  private:
-  // A leaf of whole numbers that indexes tables. Its numbers by place: of key j, of row i, or of the distance
-  // i - j + kKeyTile - 1; and the least and the largest of the W numbers from a place on.
+  // An integer leaf that indexes tables. numbers[place(key, row)] is the index of a pair. least[n] and most[n] are the
+  // least and the largest of the W indices from place n on.
   struct Indices {
     const T* numbers;
     const UInt<T>*least, *most;
     bool of_distances, of_keys;
-    bool are_same;  // for all pairs of the tile; then there are no `least` and `most`
+    bool are_same;  // whether all pairs of the tile have one index; then `least` and `most` hold nothing
     int64_t place(int64_t key, int64_t row) const {
       return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
     }
@@ -548,13 +549,14 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index].
+  // A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first_ + j) * key + lane * row +
+  // index_at(j, lane)].
   struct Lookup {
     const T* table;
     int64_t row, key;
     UInt<T> size;
     Values<T> index;
-    const Indices* indices;  // null if it is no leaf
+    const Indices* indices;  // null if the index is no leaf
     UInt<T> index_at(int64_t j, int64_t lane) const {
       return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
     }
@@ -574,8 +576,9 @@ class Evaluation {
     return found;
   }
 
-  // 1 or -1, if the indices of W rows and W keys go on by as much along the numbers of each row's or key's own table,
-  // and all of them are inside; else 0.
+  // Compares the indices of W rows and W keys. Returns 1 or -1 if the index grows by this number from each key to the
+  // next key (or, unless rows own tables, from each row to the next row), and all of these indices lie inside the
+  // table. Otherwise returns 0.
   ATTN_INLINE int step_of(const Lookup& at, int64_t j, int64_t i) const {
     const bool of_distances = at.indices && at.indices->of_distances;
     if (!at.indices || !(of_distances || (at.indices->of_keys ? at.row : at.key) != 0)) return 0;
@@ -722,13 +725,14 @@ class Evaluation {
   T* kept_ = nullptr;
 };
 
-// Prefetches the numbers of tables, or their gradients, that the pairs of a tile have, some of them after each register
-// tile of a product. Tables are large and rows of them lie far apart, so that processors do not read ahead.
+// Prefetches the numbers that the pairs of a tile look up in tables, or the gradients of these numbers. Fetches some of
+// them after each register tile of a product. Processors by themselves do not read ahead here, because tables are large
+// and their rows lie far apart.
 template <class T>
 class TablesAhead {
  public:
-  // The tables that a list reads, or with `gradients` those that its results are added to; not those that stay in the
-  // cache from tile to tile.
+  // Takes the tables that the list reads or, with `gradients`, the tables that its results are added to. Leaves out
+  // tables that stay in the cache from tile to tile.
   TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
               int64_t begin)
       : rows_(tile.count), keys_(keys.size()) {
@@ -781,7 +785,7 @@ class TablesAhead {
     to.of_owner = owned_by_rows ? of_row : of_key;
     to.of_other = owned_by_rows ? of_key : of_row;
     to.last = (owned_by_rows ? keys_ : rows_) - 1;
-    // Where an index is the same in opposite corners, it probably is in the whole tile.
+    // If opposite corners of the tile have the same index, probably the whole tile has this index.
     if (to.index[to.of_other * to.last] == to.index[to.of_owner * (to.owners - 1)]) to.last = 0;
   }
   ATTN_INLINE void ask(const Place& of, int64_t owner) const {

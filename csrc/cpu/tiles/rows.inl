@@ -195,8 +195,8 @@ struct RowTask {
   }
 };
 
-// The tiles of rows of a task. A kernel keeps a `State` of each tile of rows from one tile of keys to the next. A State
-// has a member `rows`, which is a RowTile.
+// The tiles of rows of a task. A kernel keeps a `State` for each tile of rows from one tile of keys to the next. A
+// State has a member `rows`, which is a RowTile.
 template <class State>
 struct RowTiles {
   State* states;
