@@ -197,7 +197,7 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 
 void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
-  // The numbers that a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
+  // The numbers that a pass keeps for its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));

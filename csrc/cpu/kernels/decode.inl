@@ -12,8 +12,9 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The kernel takes at most kRows rows. It takes at most kRowsBesidePairs rows if a lane of the instruction set can
-  // multiply two numbers at once, because such matrix products are then faster from fewer rows on.
+  // The kernel takes at most kRows rows. If a set in which a lane multiplies two numbers at once also supports the
+  // problem, the kernel takes at most kRowsBesidePairs rows, because the forward of that set is faster from fewer rows
+  // on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
   // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same

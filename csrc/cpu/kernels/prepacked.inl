@@ -1,5 +1,5 @@
-// The keys and values of a call, packed once for all of its tasks. Only the formats of the processor's tiles are
-// prepacked, because they transpose numbers or split them.
+// The keys and values of a call, packed once for all of its tasks. They are prepacked only in the formats of the
+// processor's tiles, because packing in these formats transposes numbers or splits them.
 #pragma once
 
 #include "cpu/tiles/formats.inl"

@@ -308,8 +308,8 @@ struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The kernel takes at most this many rows (measured) if a lane of the instruction set can multiply two numbers at
-  // once. See Decode.
+  // The largest number of rows (measured) if a set in which a lane multiplies two numbers at once also supports the
+  // problem. See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);

@@ -231,7 +231,7 @@ struct Bfloat16s {
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
   }
 
-  // Calls f(row i) if the numbers have 8 bits and are neighbours, and a number is one bfloat16.
+  // Calls f(row i) if the block has contiguous rows of 8-bit numbers, and kSummands is 1.
   template <class Function>
   static ATTN_INLINE void with_8_bits(const Block& block, int64_t i, Function f) {
     if (kSummands > 1 || block.col != 1) return;

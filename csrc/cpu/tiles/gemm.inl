@@ -163,7 +163,7 @@ void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, S
   Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
                                between);
 }
-// The same for an A that is stored transposed, as A' (formats.inl).
+// Does what multiply() does, for an A that is stored transposed, as A' (formats.inl).
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
                          Between& between = kNothingBetween) {

@@ -704,7 +704,7 @@ class Evaluation {
     __atomic_store_n(&program_.wrong[2], size, __ATOMIC_RELAXED);
   }
 
-  // Whole numbers wrap around, as PyTorch's do.
+  // Integers wrap around, as PyTorch's integers do.
   static constexpr UInt<T> unsigned_of(Int<T> x) { return static_cast<UInt<T>>(x); }
   static ATTN_INLINE Int<T> quotient(Int<T> a, Int<T> b) {
     if (b == 0) return 0;

@@ -142,8 +142,9 @@ constexpr int64_t kPanel =
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  // The range begins at a whole slot of keys. With tiles of the processor, or if invariant, the range begins at the
-  // tile's first key, so that sums are cut at the same keys for every row.
+  // The range begins at a whole slot of keys. With tiles of the processor, or if the problem is invariant
+  // (Problem::invariant), the range begins at the tile's first key, so that the sums of all rows are cut at the same
+  // keys.
   const auto cut = [&](Range seen) {
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
     return Range{first, larger(first, smaller(seen.last, tile.shown))};
