@@ -22,9 +22,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
-constexpr int64_t kEnoughChunks = 16;  // of keys in the backward, each of which reads all rows
-constexpr int64_t kLeastChunk = 512;   // keys of a split, rows of a chunk
+constexpr int64_t kEnoughTasks = 32;   // a call with fewer tasks is cut finer, so that many cores find work
+constexpr int64_t kEnoughChunks = 16;  // the chunks of keys in the backward, each of which reads all rows
+constexpr int64_t kLeastChunk = 512;   // the least number of keys of a split, or of rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
@@ -49,7 +49,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 // Before the kernels run, reads a mask that several heads share, and returns what it does to each tile of scores.
 // p.mask_tiles points into the result. If sequences are packed, EntriesAndMasks calls this for each sequence.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // fewer queries read little of the mask while they compute
+  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass does not pay
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
@@ -237,7 +237,7 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   const PairProgram& program = *call.program;
   const auto& first = *(*entries.begin()).params;
   int64_t size = 0;
-  bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same ones
+  bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same numbers
   for_each_table(call, [&](int, const Table& table, int64_t numbers) {
     size += numbers;
     are_owned &=

@@ -104,7 +104,7 @@ class Entries {
     struct Item {
       const Entry* entry;
       int64_t first, last;
-      double flops;  // of a task
+      double flops;  // of each task
     };
     std::vector<Item> items;
     double all_flops = 0;

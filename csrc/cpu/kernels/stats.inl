@@ -13,7 +13,7 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct LanesOfStatistics {
   static constexpr int W = kLanes<T>;
-  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // at once: each has four sums, in registers
+  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // added at once: each has four sums in registers
 
   T *largest, *ones, *rest, *moment;  // [kRowTile]
 
@@ -55,7 +55,7 @@ struct LanesOfStatistics {
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) {
         Vec<T> exponent = (load<T>(x + j * ld + v * W) - shift[v]) * slope;
-        exponent = exponent < least ? least : exponent;  // as exponent_of()
+        exponent = exponent < least ? least : exponent;  // as exponent_of() does
         const auto is_one = exponent == zero;            // -1 where true
         const Vec<T> weight = is_one ? zero : exp2<T>(exponent);
         new_ones[v] -= is_one;
@@ -234,7 +234,7 @@ struct Stats {
     const KeyTask own(p, task);
 
     fill_zero(b.received, own.keys.size() * W);
-    Rows<T> tiles[kStatsKeyTiles] = {};  // packed once a row sees them
+    Rows<T> tiles[kStatsKeyTiles] = {};  // a tile is packed when a row first sees it
     const Sequence sequence = sequence_of(p, own.n);
     const Range seeing = common(visible_rows(sequence, own.keys), own.rows);
     const int64_t first = own.rows.first + (seeing.first - own.rows.first) / kRowTile * kRowTile;
@@ -340,7 +340,7 @@ struct FewStats {
     const Range seen = own.keys_seen(p, rows.positions);
     const int64_t ld = round_up(p.keys, kKeyTile), first_row = rows.number(p, 0);  // the other rows follow
     T* const x = static_cast<T*>(p.scores) + first_row * ld;
-    Range visible{};  // the tiles of those that a mask does not hide
+    Range visible{};  // holds the tiles of all keys that a mask does not hide
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = b.few->scores(p, key, seen.last, x + key, ld);
       if (keys > 0) visible = hull(visible, {key, key + kKeyTile});

@@ -1,6 +1,6 @@
 // Scores of few queries, where reading the keys takes most of the time. A vector holds neighbouring entries of one key.
-// Rows of K (and of V, in decode.inl) are read without packing, whatever their type and length. Each row is read once
-// for all queries that share it.
+// Rows of K (and of V, in decode.inl) are usually read without packing, whatever their type and length: see in_place().
+// Each row is read once for all queries that share it.
 #pragma once
 
 #include "cpu/tiles/scores.inl"

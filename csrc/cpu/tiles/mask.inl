@@ -110,7 +110,7 @@ struct ScoreTile {
   Range keys;
   Mask mask;
   bool invariant;           // Problem::invariant
-  int64_t shown;            // how many of the first keys; the mask hides the rest of them
+  int64_t shown;            // the mask hides all keys from number `shown` on
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 

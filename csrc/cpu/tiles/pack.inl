@@ -37,7 +37,7 @@ struct Block {
   DType dtype;
   int64_t row;
   int64_t col;
-  const char* next = nullptr;  // the rows after a tile of kKeyTile, if they do not follow it in memory
+  const char* next = nullptr;  // the rows of the next tile, if they do not follow in memory
 };
 
 template <class T>  // float or double
@@ -311,7 +311,7 @@ void scale_tile(T* tile, int64_t count, T factor) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
 }
 
-// Copies the scales of the keys or values [first, first + count) of head h, for the tile that they begin.
+// Copies the scales of the keys or values [first, first + count) of head h, for the tile that begins at row `first`.
 template <class T>
 void read_scales(const Problem& p, const Operand& x, DType dtype, int64_t n, int64_t h, int64_t first, int64_t count,
                  T* scales) {

@@ -75,7 +75,7 @@ template <class T>
 struct Values {
   const T* data;
   int64_t step;
-  int64_t lanes;  // all bits, or 0 where all lanes are the same
+  int64_t lanes;  // all bits, or 0 if all lanes are the same
 };
 
 // The tiles [key][kRowTile] that a list reads, apart from leaves in tensors. A pointer is null if the list does not
@@ -208,7 +208,7 @@ class Evaluation {
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
-  // Copies a result to a strip of `count` keys of a tile. run() may have read this tile.
+  // Copies a result to a strip of `count` keys of a tile. The tile may be one that run() has read.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
     if (x.data == to) return;
@@ -674,7 +674,7 @@ class Evaluation {
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
-    if (!terms.data) {  // of a direction without a derivative of this table
+    if (!terms.data) {  // the direction has no part for this table, so all its numbers are 0
       store<T>(to, Vec<T>{});
       same.data = to;
     }
@@ -692,7 +692,7 @@ class Evaluation {
     }
   }
 
-  // Remembers the least pair with a wrong index, because a kernel must not throw.
+  // Remembers the first pair, counted row by row, that has a wrong index, because a kernel must not throw.
   void report(int64_t row, int64_t key, Int<T> index, int64_t size) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
@@ -755,11 +755,13 @@ class TablesAhead {
  private:
   static constexpr int kMost = 4, kAtOnce = 12;
   static constexpr int64_t kLine = 64 / sizeof(T);
+  // A table of which each owner, a row or a key of the tile, has a part. If the owners are rows, the other side is the
+  // keys, and the reverse.
   struct Place {
     const T* table;
-    int64_t step, owners;              // its owners are rows or keys of the tile
-    const int32_t* index;              // of the first owner and the first of the others
-    int64_t of_owner, of_other, last;  // steps between indices; the last of the others that are looked at
+    int64_t step, owners;              // the distance between parts; the number of owners
+    const int32_t* index;              // of the pair of the first owner and the first of the other side
+    int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
   };
 
   void add(const Problem& p, const List& list, int16_t from, int table, const Terms& terms, int64_t begin,
@@ -767,7 +769,7 @@ class TablesAhead {
     const Leaf leaf = from < 0 ? list.leaves[-1 - from].leaf : Leaf::score;
     const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number;
     const TableOf of = p.program->tables[table].of;
-    constexpr int64_t kSmall = 1024;  // bytes of an owner
+    constexpr int64_t kSmall = 1024;  // bytes of an owner's part of the table
     if (p.program->tables[table].size * int64_t{sizeof(T)} <= kSmall) return;
     if (count_ == kMost || of == TableOf::all || !(of_distances || of_keys || leaf == Leaf::row_number)) return;
     const bool owned_by_rows = of == TableOf::queries;

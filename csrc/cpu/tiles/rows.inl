@@ -13,7 +13,7 @@ namespace attn::ATTN_ISA {
 struct RowTile {
   int64_t n;  // the batch entry
   Sequence sequence;
-  int64_t count;    // of the rows
+  int64_t count;    // the number of rows
   Range positions;  // holds the positions of all rows, counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];

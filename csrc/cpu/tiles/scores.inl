@@ -21,8 +21,8 @@ template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.sinks ? static_cast<const T*>(p.sinks)[head] : -kInfinity<T>;
 }
-// Converts sinks to what the tiles hold, scores or products, so that a sink above all scores weighs exactly 1. If a
-// finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
+// Converts sinks to scores or products, whichever the tiles hold, so that a sink above all scores weighs exactly 1. If
+// a finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
@@ -181,7 +181,7 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
 template <class T>
 struct Distances {
   T slope[kRowTile];
-  T ahead[kRowTile];  // of the tile's first key
+  T ahead[kRowTile];  // how far the row is ahead of the tile's first key
 
   // `slopes` has a slope for each head. If it is null, every slope is 1.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
