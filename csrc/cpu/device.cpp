@@ -22,9 +22,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kEnoughTasks = 32;   // below this a call cuts finer, so that many cores find work
-constexpr int64_t kEnoughChunks = 16;  // of keys in the backward, each of which reads all rows
-constexpr int64_t kLeastChunk = 512;   // keys of a split, rows of a chunk
+constexpr int64_t kEnoughTasks = 32;   // a call with fewer tasks is cut finer, so that many cores find work
+constexpr int64_t kEnoughChunks = 16;  // the chunks of keys in the backward, each of which reads all rows
+constexpr int64_t kLeastChunk = 512;   // the least number of keys of a split, or of rows of a chunk
 constexpr int64_t kRowsPerRange = 64;
 
 double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.keys; }
@@ -32,8 +32,8 @@ double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.
 // The floating-point operations of one product, such as Q K^T, over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
-// The cost of a pair in the forward apart from its products, in the unit of product_flops(). It decides whether a
-// second thread pays in calls of ten microseconds (measured while decoding).
+// The cost of a pair of query and key in the forward, without the products, in the unit of product_flops(). This cost
+// decides whether a second thread pays in calls of ten microseconds (measured while decoding).
 constexpr double kFlopsPerPair = 128;
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
@@ -49,7 +49,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 // Before the kernels run, reads a mask that several heads share, and returns what it does to each tile of scores.
 // p.mask_tiles points into the result. If sequences are packed, EntriesAndMasks calls this for each sequence.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // fewer queries read little of the mask while they compute
+  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass does not pay
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
@@ -197,7 +197,7 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 
 void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
-  // The numbers that a pass keeps of its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
+  // The numbers that a pass keeps for its rows (Q, Q^T, dO, dO^T, dQ) should stay in the L2 cache.
   const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
@@ -237,7 +237,7 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   const PairProgram& program = *call.program;
   const auto& first = *(*entries.begin()).params;
   int64_t size = 0;
-  bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same ones
+  bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same numbers
   for_each_table(call, [&](int, const Table& table, int64_t numbers) {
     size += numbers;
     are_owned &=
@@ -326,8 +326,8 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
       first += numbers;
     });
   }
-  // Skips sequences without queries, because in a call with one token their row of the mask belongs to another
-  // sequence.
+  // Skips sequences without queries. In a call with one token, the mask has one row for all sequences, and an empty
+  // sequence would overwrite the gradient of this row with 0.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
                 [](const auto& p) { return 2 * product_flops(p); }, workspace,

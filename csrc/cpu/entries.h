@@ -104,7 +104,7 @@ class Entries {
     struct Item {
       const Entry* entry;
       int64_t first, last;
-      double flops;  // of a task
+      double flops;  // of each task
     };
     std::vector<Item> items;
     double all_flops = 0;
@@ -120,8 +120,8 @@ class Entries {
       if (entry.kernels->on_thread.begin) on_thread = entry.kernels->on_thread;
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
-    // A thread takes neighbours, a quarter of its share of the work that is left. If threads took every other item, one
-    // would wait for memory that the cache of another holds.
+    // A thread takes neighbouring items at once, which together are a quarter of the thread's share of the work that is
+    // left. If threads took alternate items, a thread would wait for memory that the cache of another thread holds.
     const double parts = take == Take::one ? HUGE_VAL : 4.0 * at::get_num_threads();
     std::vector<size_t> ends;
     double left = all_flops, taken = 0;
@@ -145,7 +145,7 @@ class Entries {
   }
 
  private:
-  // The kernels of a short sequence take hardly longer than the memory of its parameters.
+  // For a short sequence, the kernels take hardly longer than reading its parameters from memory.
   static void prefetch(const Params& p) {
     for (size_t at = 0; at < sizeof(Params); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(&p) + at);
   }

@@ -73,21 +73,22 @@ struct OnePassKernels {
   OnThread on_thread = {};
 };
 
-// Tasks that compute chunks of the same span of heads wait for each other (BackwardParams::turns). So threads take
-// tasks one by one, in the order of their numbers. No task then waits for a task that has not begun.
+// Tasks that compute chunks of the same span of heads wait for each other (BackwardParams::turns), and tasks that add
+// to the same copy of tables wait for each other (TermGradients::turns). So threads take tasks one by one, in the
+// order of their numbers. No task then waits for a task that has not begun.
 template <class Params>
 struct BackwardKernels {
   int64_t (*workspace)(const Params&);
   void (*run)(const Params&, int64_t task, char* workspace);
   void (*mask)(const Params&, int64_t task, char* workspace);
   void (*rows)(const Params&, int64_t task, char* workspace);  // grad_sinks and grad_mask_rows
-  OnThread on_thread = {};                                     // around all three
+  OnThread on_thread = {};                                     // around run(), mask() and rows()
 };
 
 struct StatsKernels {
   int64_t (*workspace)(const StatsParams&);
   void (*rows)(const StatsParams&, int64_t task, char* workspace);      // the first pass: writes p.partial, p.scores
-  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // some rows: writes the results and p.pairs
+  void (*finish)(const StatsParams&, int64_t first, int64_t last);      // writes the results of the rows, and p.pairs
   void (*keys)(const StatsParams&, int64_t task, char* workspace);      // the second pass
   void (*add_chunks)(const StatsParams&, int64_t first, int64_t last);  // over the flat list [batch, heads, S]
   OnThread on_thread = {};                                              // around rows() and keys()

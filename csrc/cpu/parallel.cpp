@@ -67,8 +67,8 @@ void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on
   auto take_tasks = [&] {
     const Stay stay(on_thread);
     char* const own = workspace + omp_get_thread_num() * stride;
-    // Data of neighbouring tasks is often in one page, so a thread takes several tasks at once, but fewer towards the
-    // end.
+    // A thread takes several tasks at once, because data of neighbouring tasks is often in one page. It takes fewer
+    // tasks towards the end, so that no thread has much left when other threads are done.
     const int64_t parts = take == Take::one ? tasks : 4 * threads;
     int64_t first = next.load(std::memory_order_relaxed), last;
     while (first < tasks) {

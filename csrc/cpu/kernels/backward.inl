@@ -12,12 +12,12 @@
 // computed. The gradient of an ALiBi slope is -sum_j dS_ij |position - j|. The gradient of a sink is
 // -exp(sink - logsumexp) (delta - g).
 //
-// dS is the gradient of x, the scaled score. By the chain rule for x = s q.k, dQ and dK have one factor s each. The sum
-// over j of dS_ij is 0. Because |dS| <= P (1 - P) * range of dP, dS vanishes where the softmax saturates, that is,
-// where one weight is near 1 and all other weights are near 0. Without scaling, q.k of independent entries with
-// variance 1 has variance d_k. The softmax then saturates as d_k grows, and dS, dQ and dK vanish. s = 1/sqrt(d_k)
-// brings the variance of x back to 1 and so keeps dS at a size that does not depend on d_k (Vaswani et al., 2017,
-// section 3.2.1).
+// dS is the gradient of x, the scaled score. By the chain rule for x = s q.k, dQ and dK have one factor s each. Without
+// a sink and without g, the sum over j of dS_ij is 0. Because |dS| <= P (1 - P) * range of dP, dS vanishes where the
+// softmax saturates, that is, where one weight is near 1 and all other weights are near 0. Without scaling, q.k of
+// independent entries with variance 1 has variance d_k. The softmax then saturates as d_k grows, and dS, dQ and dK
+// vanish. s = 1/sqrt(d_k) brings the variance of x back to 1 and so keeps dS at a size that does not depend on d_k
+// (Vaswani et al., 2017, section 3.2.1).
 //
 // The same code computes H(u; x; t) of schema.cpp, which is the derivative of these gradients along a direction
 // t = (tQ, tK, tV, tM), with u = G held fixed. A prefix t means the derivative along t. With tx, c = t(logsumexp) and
@@ -46,11 +46,11 @@ struct Backward {
   struct RowState {
     RowTile rows;
     T* query_t;        // [slots of E][kRowTile]
-    T* query;          // [slots of kRowTile][E], with 0 for NaNs: they reach dK through dS, at visible keys only
+    T* query;          // [slots of kRowTile][E], with 0 for NaNs: at visible keys, NaNs reach dK through dS
     T* grad_output_t;  // [slots of Ev][kRowTile]
     T* grad_output;    // [slots of kRowTile][Ev]
     T* grad_query_t;   // [E][kRowTile]
-    T* sum_t;          // the same, summed over several chunks
+    T* sum_t;          // [E][kRowTile]: grad_query_t, summed over several chunks
     Logsumexp<T>* logsumexp;
     T* delta;           // [kRowTile]
     T* grad_logsumexp;  // [kRowTile]
@@ -76,7 +76,7 @@ struct Backward {
     T* bias;
     T* factor;
     T* kept;            // as x, for a soft cap or a score_mod: see add_score_terms()
-    T* tz;              // as kept, for kSecond: the derivative of their argument
+    T* tz;              // as kept, for kSecond: see tangent_scores()
     T* grad_key;        // [keys of a task][E]
     T* grad_value;      // [keys of a task][Ev]
     T* grad_key_terms;  // [keys of a task][columns]
@@ -209,7 +209,7 @@ struct Backward {
     }
   }
 
-  // Does the same for a y whose numbers the format would round.
+  // Adds <G, y>, as add_products() does, for a `y` whose numbers the format would round.
   static void add_numbers(const Params& p, const Buffers& b, const RowState& state, const Operand& y, T* dots) {
     const int64_t lanes = state.rows.template lanes<T>();
     for (int64_t first = 0; first < p.value_dim; first += kKeyTile) {
@@ -298,7 +298,8 @@ struct Backward {
         for (int i = 0; i < kKeys; ++i) {
           const int64_t at = (first + i) * kRowTile + lane;
           const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-          // selects, because not even a NaN of a masked key or its value may reach a gradient
+          // Selects 0 instead of multiplying by it, because a masked key or its value may be NaN, and a gradient must
+          // not become NaN from them.
           const auto masked = weight == zero;
           if constexpr (kSecond) {
             const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;
@@ -339,7 +340,7 @@ struct Backward {
     });
   }
 
-  // Where a task adds the gradients of terms.
+  // The places where a task adds the gradients of terms.
   struct Place {
     int64_t first_key, chunk, in_tables;  // `in_tables`: where the task's copy of the tables begins
   };
@@ -369,7 +370,7 @@ struct Backward {
         if (of_all && table.data && grad.lanes != 0) found.scatter(grad, result, count, table, of_all->in_tables);
       } else if (result.of.leaf == Leaf::pair_term) {
         if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);
-      } else if (!of_all || grad.lanes == 0) {  // the number 0
+      } else if (!of_all || grad.lanes == 0) {  // if grad.lanes is 0, the gradient is the number 0
       } else if (result.of.leaf == Leaf::row_term && gradients_of_terms(p).rows) {
         add_rows<T>(grad, count, tile.lanes(), state.grad_row_terms + column * kRowTile);
       } else if (result.of.leaf == Leaf::key_term && gradients_of_terms(p).keys) {
@@ -385,7 +386,7 @@ struct Backward {
       }
     };
     each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
-      // Overwrites dS where nothing else reads it.
+      // Writes the result directly over dS if nothing else can read dS, neither another result nor a second derivative.
       T* const dx = b.dx + first * kRowTile;
       const bool in_place = !kSecond && list.result_count == 1 && list.step_count > list.uniform_slots;
       first_order.run(first, count, in_place ? dx : nullptr);

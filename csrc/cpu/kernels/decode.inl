@@ -12,8 +12,9 @@ struct Decode {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // kRows is the largest number of rows. kRowsBesidePairs is the largest number if the instruction set also multiplies
-  // several numbers at once, because such products pay from fewer rows on.
+  // The kernel takes at most kRows rows. If a set in which a lane multiplies two numbers at once also supports the
+  // problem, the kernel takes at most kRowsBesidePairs rows, because the forward of that set is faster from fewer rows
+  // on.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
   // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same

@@ -28,11 +28,11 @@ struct Forward {
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
   // Whether weights are rounded to one bfloat16, and a second product sums what this rounding takes from the output.
-  // The output then has twice as many columns: first its own, then this rest.
+  // The kernel's output then has twice as many columns: first the columns of O, then the columns of this rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
-  // What the kernel keeps of a tile of rows from one tile of keys to the next.
+  // The state of a tile of rows, which the kernel keeps from one tile of keys to the next.
   struct RowState {
     RowTile rows;
     bool started;  // after the first keys: reference, sum and output_t hold values
@@ -40,7 +40,7 @@ struct Forward {
     T* output_t;   // [columns][kRowTile]; if few rows, [kFewRows + 1][ld_output], the last row for finish()
     T* reference;  // [kRowTile]
     T* sum;
-    T* largest;  // where max_score is wanted, [kRowTile]: the largest of all scores, else null
+    T* largest;  // [kRowTile]: the largest of all scores; null unless max_score is wanted
   };
   struct Buffers {
     RowState* states;
@@ -49,11 +49,11 @@ struct Forward {
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
     T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
-    T* rest;                      // as weights: what rounding took from them; null without has_rest()
+    T* rest;                      // as weights: what the weights lost when rounded; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x
     T *key_scale, *value_scale;   // [kKeyTile], null if there are none
-    char *key_copy, *value_copy;  // of key_block()
+    char *key_copy, *value_copy;  // where key_block() copies keys and values
     int64_t ld_key, ld_value;
     int64_t ld_output, rest_of_row;  // if few rows: the length of a row, and where its rest begins
     bool few_rows;
@@ -145,7 +145,7 @@ struct Forward {
     }
     const auto weigh = [&]<int kKeys>(int64_t j, std::integral_constant<int, kKeys>) __attribute__((always_inline)) {
       constexpr int kVectors = kKeys * N;
-      if constexpr (F::kTiles)  // asks for what the product with V will read: processors do not foresee tiles
+      if constexpr (F::kTiles)  // prefetches what the product with V will read: processors do not foresee tile loads
         for (int64_t d = j; d < smaller(j + kKeys, p.value_dim); ++d)
           for (int v = 0; v < N; ++v) {
             __builtin_prefetch(state.output_t + d * kRowTile + lane + v * W);
@@ -176,7 +176,7 @@ struct Forward {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, total[v]);
       return;
     }
-    bool moved = false;  // unless it was -inf: such a row had no key so far, and its sums are 0
+    bool moved = false;  // a reference of -inf does not count: such a row had no key so far, and its sums are 0
     for (int v = 0; v < N; ++v) moved |= any((best[v] != old[v]) & (old[v] != splat<T>(-kInfinity<T>)));
     if (!moved) {
       for (int v = 0; v < N; ++v) store<T>(sum + v * W, load<T>(sum + v * W) + total[v]);
@@ -252,7 +252,7 @@ struct Forward {
       const auto empty = sum == Vec<T>{};
       Vec<T> factor = splat(static_cast<T>(p.keep_scale));
       if (has_sinks) factor *= add_sinks<T>(p, load<T>(sinks + i), reference, sum);
-      const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // unless the sink is NaN
+      const Vec<T> of_empty = sum == sum ? Vec<T>{} : sum;  // 0, or NaN if the sink is NaN
       const Vec<T> inverse = factor / (sum == Vec<T>{} ? splat<T>(1) : sum);
       for (int64_t d = 0; d < columns(p) && !b.few_rows; ++d) {
         T* at = state.output_t + d * kRowTile + i;
@@ -313,7 +313,7 @@ struct Forward {
         from.value_rows = Prepacked<F>::values(p, own.n, value_head, keys.first);
         return;
       }
-      const bool once = p.rows() <= Gemm<Singles<T>>::kMaxColumns * W;  // all are columns of one register tile
+      const bool once = p.rows() <= Gemm<Singles<T>>::kMaxColumns * W;  // all rows are columns of one register tile
       from.key_rows = F::along_columns(from.key, keys.size(), p.head_dim, b.key, b.ld_key, once);
       const auto load_values = b.few_rows ? F::vectors_along_rows : F::along_rows;
       from.value_rows = load_values(from.value, keys.size(), p.value_dim, b.value, b.ld_value);

@@ -29,7 +29,7 @@ namespace attn::ATTN_ISA {
 // - takes(p): whether one of the set's formats holds the factors of products, which may be rounded to p.factor_bits
 // - with(p, f): calls f with this format
 // - kOnThread: what a thread calls before its first task and after its last one
-// - kDecodes: whether the table has the kernels for few rows (which gain nothing from faster products)
+// - kDecodes: whether the table has the kernels for few rows (these kernels gain nothing from faster products)
 // - falls_back_to: the table for all other problems, or null
 //
 // SinglesOnly is for sets that cannot multiply numbers of fewer bits, such as bfloat16.

@@ -1,5 +1,5 @@
-// The keys and values of a call, packed once for all of its tasks. Only the formats of the processor's tiles are
-// prepacked, because they transpose numbers or split them.
+// The keys and values of a call, packed once for all of its tasks. They are prepacked only in the formats of the
+// processor's tiles, because packing in these formats transposes numbers or splits them.
 #pragma once
 
 #include "cpu/tiles/formats.inl"
@@ -11,8 +11,9 @@ template <Format F>
 struct Prepacked {
   using T = typename F::Number;
 
-  // Whether packing pays. It pays if several tasks read the packed numbers, and if these take about as much memory as
-  // queries and outputs, or less. Packed, numbers of 8 bits would take twice the memory of their cache.
+  // Whether packing pays. It pays if several tasks read the packed numbers, and if the packed numbers take at most
+  // about as much memory as queries and outputs. Numbers of 8 bits are not packed, because they would take twice the
+  // memory of their cache.
   static bool pays(const ForwardParams& p) {
     return F::kTiles && !p.paging.table && size_of(p.key.dtype) > 1 && size_of(p.value.dtype) > 1 &&
            p.row_tasks() > 1 && p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;

@@ -54,7 +54,7 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
 }
 
 // Writes the logsumexp and the largest score of a row. `reference` and `sum` include the sink. `largest` does not
-// include it, and is a product or a score, as in the tiles.
+// include the sink. `largest`, like `reference`, is a product if leaves_products(), else a score.
 template <class T>
 void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
                    const Results<T>& to) {
@@ -86,9 +86,9 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
   unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
 }
 
-// Writes the output of one row, row / sum, and then calls write_numbers() for the row. `rest`: what rounding the
-// weights took from the row, for the residual; null if unwanted. Overwrites `row` and `rest`. A residual needs
-// `scratch`, which is as large as `row`.
+// Writes the output of one row, row / sum, and then calls write_numbers() for the row. `rest` is what the row lost when
+// its weights were rounded. The residual includes `rest`. It is null if unwanted. Overwrites `row` and `rest`. A
+// residual needs `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {
@@ -112,8 +112,8 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
 }
 
 // Merges the splits of the rows numbered [first, last): O = sum_s w_s O_s / sum_s w_s,
-// w_s = exp(logsumexp_s - the largest reference of all splits). O_s has `columns` columns. They are as many as O has,
-// or twice as many if the rest of O_s follows it.
+// w_s = exp(logsumexp_s - the largest reference of all splits). O_s has `columns` columns. This is the number of
+// columns of O, or twice this number if O_s is followed by its rest (Forward::has_rest).
 template <class T>
 void merge_splits(const ForwardParams& p, int64_t columns, int64_t first, int64_t last, char* workspace) {
   T* row = reinterpret_cast<T*>(workspace);

@@ -13,7 +13,7 @@ namespace attn::ATTN_ISA {
 template <class T>
 struct LanesOfStatistics {
   static constexpr int W = kLanes<T>;
-  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // at once: each has four sums, in registers
+  static constexpr int kVectors = kRegisters == 32 ? 4 : 2;  // added at once: each has four sums in registers
 
   T *largest, *ones, *rest, *moment;  // [kRowTile]
 
@@ -55,7 +55,7 @@ struct LanesOfStatistics {
     for (int64_t j = 0; j < keys; ++j)
       for (int v = 0; v < N; ++v) {
         Vec<T> exponent = (load<T>(x + j * ld + v * W) - shift[v]) * slope;
-        exponent = exponent < least ? least : exponent;  // as exponent_of()
+        exponent = exponent < least ? least : exponent;  // as exponent_of() does
         const auto is_one = exponent == zero;            // -1 where true
         const Vec<T> weight = is_one ? zero : exp2<T>(exponent);
         new_ones[v] -= is_one;
@@ -64,7 +64,7 @@ struct LanesOfStatistics {
       }
     for (int v = 0; v < N; ++v) {
       const int64_t at = lane + v * W;
-      // does what brought_to() does, because the reference has moved
+      // If the reference has moved, brings the sums to the new reference, as brought_to() does (statistics.h).
       const auto moved = best[v] != old[v];
       Vec<T> old_ones = load<T>(ones + at), old_rest = load<T>(rest + at), old_moment = load<T>(moment + at);
       if (any(moved)) {
@@ -75,7 +75,8 @@ struct LanesOfStatistics {
         old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
         old_ones = moved ? zero : old_ones;
       }
-      // A NaN sum comes from a NaN or +inf score. max_number() skips a NaN, but the row's largest score must show it.
+      // A NaN sum comes from a NaN or +inf score. max_number() skips a NaN score, but the row's largest score must then
+      // be NaN.
       if (any(new_rest[v] != new_rest[v]))
         for (int64_t j = 0; j < keys; ++j) {
           const Vec<T> score = load<T>(x + j * ld + v * W);
@@ -117,7 +118,7 @@ struct Stats {
   using T = typename F::Number;
   static constexpr int W = kLanes<T>;
 
-  // What a pass keeps of a tile of rows from one tile of keys to the next.
+  // The state of a tile of rows, which a pass keeps from one tile of keys to the next.
   struct RowState {
     RowTile rows;
     T* query_t;  // [slots of E][kRowTile]
@@ -233,7 +234,7 @@ struct Stats {
     const KeyTask own(p, task);
 
     fill_zero(b.received, own.keys.size() * W);
-    Rows<T> tiles[kStatsKeyTiles] = {};  // packed once a row sees them
+    Rows<T> tiles[kStatsKeyTiles] = {};  // a tile is packed when a row first sees it
     const Sequence sequence = sequence_of(p, own.n);
     const Range seeing = common(visible_rows(sequence, own.keys), own.rows);
     const int64_t first = own.rows.first + (seeing.first - own.rows.first) / kRowTile * kRowTile;
@@ -281,7 +282,7 @@ struct Stats {
       for (int64_t i = 0; i < lanes; i += W) {
         const Vec<T> score = load<T>(b.x + j * kRowTile + i);
         const Vec<T> weight = exp2<T>((score - load<T>(b.reference + i)) * slope) * load<T>(b.inverse_sum + i);
-        // selects, because a row whose sum is NaN must not give a NaN to a key that it does not see
+        // Selects 0, because a row whose sum is NaN must not give a NaN to a key that the row does not see.
         sum += score == hidden ? Vec<T>{} : weight;
       }
       store<T>(received + j * W, load<T>(received + j * W) + sum);
@@ -307,7 +308,8 @@ struct FewStats {
   using Few = FewRows<T>;
   static constexpr int W = kLanes<T>;
 
-  // The largest number of rows if the instruction set also multiplies several numbers at once (measured). See Decode.
+  // The largest number of rows (measured) if a set in which a lane multiplies two numbers at once also supports the
+  // problem. See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);
@@ -338,7 +340,7 @@ struct FewStats {
     const Range seen = own.keys_seen(p, rows.positions);
     const int64_t ld = round_up(p.keys, kKeyTile), first_row = rows.number(p, 0);  // the other rows follow
     T* const x = static_cast<T*>(p.scores) + first_row * ld;
-    Range visible{};  // the tiles of those that a mask does not hide
+    Range visible{};  // holds the tiles of all keys that a mask does not hide
     for (int64_t key = seen.first; key < seen.last; key += kKeyTile) {
       const int64_t keys = b.few->scores(p, key, seen.last, x + key, ld);
       if (keys > 0) visible = hull(visible, {key, key + kKeyTile});

@@ -6,9 +6,9 @@
 //   tO = (tP * Z) V + (P * Z) tV = (P * tx * Z) V + (P * Z) tV - c O
 //
 // So one pass over the keys is enough, because c and the products are summed together. A number common to all tx of a
-// row cancels in tP, but would cost digits. So tx is shifted by r before it is summed. r is the weighted mean of tx
-// over the first tile of keys that the row attends to, and over the row's sink, because the sink may have nearly all of
-// the weight. Then
+// row cancels in tP, but would make the sums less accurate. So r is subtracted from tx before tx is summed. r is the
+// weighted mean of tx over the first tile of keys that the row attends to, and over the row's sink, because the sink
+// may have nearly all of the weight. Then
 //
 //   tO = (P (tx - r) Z) V + (P Z) tV - (c - r) O,   c - r = sum_j P_ij (tx_ij - r_i)
 //
@@ -110,7 +110,8 @@ struct Tangent {
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = load<T>(b.x + at);
-        // selects, because not even a NaN of a masked key may reach the sum
+        // Selects 0 instead of multiplying by it, because a masked key may be NaN, and the sum must not become NaN from
+        // it.
         const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - shift);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
         shifted_sum += product;

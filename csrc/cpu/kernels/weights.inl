@@ -1,6 +1,6 @@
 // Computes the weights, or their mean over the heads, and the output, for sdpa_with_weights. A thread keeps the scores
-// of a tile of rows until it knows the sums of their weights, so each score is computed once. This takes kRowTile
-// numbers per key, and as many again for a mean.
+// of a tile of rows until it knows the sums of their weights, so each score is computed once. The scores take kRowTile
+// numbers per key, and a mean takes another kRowTile numbers per key.
 #pragma once
 
 #include "cpu/kernels/splits.inl"

@@ -1,5 +1,5 @@
-// Bounds of a list's whole numbers in a tile. Thanks to these bounds, a mask_mod need not be evaluated at every pair in
-// most tiles.
+// Bounds of a list's integers in a tile. Thanks to these bounds, a mask_mod need not be evaluated at every pair in most
+// tiles.
 #pragma once
 
 #include "core/program.h"
@@ -7,7 +7,7 @@
 
 namespace attn::ATTN_ISA {
 
-// All whole numbers from `least` to `most`. A boolean is -1 if it is true, else 0.
+// All integers from `least` to `most`. A boolean is -1 if it is true, else 0.
 struct Between {
   int64_t least, most;
   bool is_one() const { return least == most; }

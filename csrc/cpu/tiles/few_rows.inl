@@ -1,6 +1,6 @@
 // Scores of few queries, where reading the keys takes most of the time. A vector holds neighbouring entries of one key.
-// Rows of K (and of V, in decode.inl) are read without packing, whatever their type and length. Each row is read once
-// for all queries that share it.
+// Rows of K (and of V, in decode.inl) are usually read without packing, whatever their type and length: see in_place().
+// Each row is read once for all queries that share it.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -14,8 +14,8 @@ struct FewRows {
   static constexpr int kAtOnce = 4;     // rows that share a load
 
   // Here every score is a sum across the lanes of a vector. If keys are short, these sums take much of the time, so the
-  // products of gemm.inl are faster from fewer queries on. `most`: the largest number of rows, measured for each kernel
-  // with keys in memory, because this code prefetches keys.
+  // products of gemm.inl are faster from fewer queries on. `most` is the largest number of rows for which this code is
+  // faster. It was measured for each kernel with keys in memory, not in the cache, because this code prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
@@ -49,7 +49,7 @@ struct FewRows {
       for (int64_t r = 0; r < rows.count; ++r) masks[r] = block_of(p, p.mask, own.n, rows.head[r], rows.position[r]);
   }
 
-  // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products where leaves_products().
+  // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products if leaves_products().
   // Writes -inf where a row does not see a key. If a mask hides the last keys of the tile from all rows, does not read
   // these keys and writes nothing for them. Returns the number of keys before them. Does not prefetch keys from `last`
   // on.
@@ -208,9 +208,9 @@ struct FewRows {
   }
 
  private:
-  // Writes a vector to sums[(r * W + i) * W ...] for each of R queries r and each i < kKeys. The elements of the vector
-  // add up to <q_r, k_(first + i)>. The kKeys keys share the loads of the queries. V: the number of vectors of a row,
-  // or 0 for any number.
+  // Multiplies R queries with kKeys keys. Writes a vector to sums + (r * W + i) * W for query r and key i. The elements
+  // of the vector add up to <q_r, k_(first + i)>. Each vector of a query is loaded once for all kKeys keys. V: the
+  // number of vectors of a row, or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
                                    T* sums) {
@@ -235,7 +235,7 @@ struct FewRows {
       for (int i = 0; i < kKeys; ++i) k[i] = load_as<T>(key[i] + d);
       add(d, k);
     };
-    const auto add_end = [&](int64_t d) {  // selects, because numbers past the row may be NaN
+    const auto add_end = [&](int64_t d) {  // selects zeros, because numbers past the row may be NaN
       const auto ends_here = lane_numbers<T>() < static_cast<Int<T>>(cols - d);
       Vec<T> k[kKeys];
 #pragma GCC unroll 4

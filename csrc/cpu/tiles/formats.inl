@@ -16,7 +16,7 @@
 
 namespace attn::ATTN_ISA {
 
-// Rows that are read one slot at a time, in place or packed.
+// The rows of an operand of a product, in place or packed. Row i begins `i * ld` slots after `data`.
 template <class T>
 struct Rows {
   const T* data;
@@ -24,8 +24,8 @@ struct Rows {
 };
 
 // What a format offers. Functions named pack_... always pack. The other functions pack a block only if it cannot be
-// used in place, because it has another dtype, a column stride, or rows at distances that suit no cache. A block has
-// `rows` x `cols` numbers. The rows of `tile` are `ld` slots apart.
+// used in place, because it has another dtype or a column stride, or because its rows are so far apart that a column
+// would use only few sets of the cache. A block has `rows` x `cols` numbers. The rows of `tile` are `ld` slots apart.
 template <class F>
 concept Format =
     requires(const Block& block, int64_t n, DType dtype, const typename F::Number* a, typename F::Number* tile,
@@ -36,7 +36,7 @@ concept Format =
       F::kTiles;        // whether products go through the processor's tiles
       F::holds(dtype);  // whether the format holds every number of this type exactly
 
-      // One step of a product: the slot *a, or a vector of slots, times a vector of slots.
+      // In one step of a product, each lane multiplies one slot. `a` points to a slot that all lanes read.
       F::multiply(a, v);
       F::multiply_add(v, a, v);
       F::multiply_add(v, v, v);
@@ -45,8 +45,9 @@ concept Format =
       { F::in_place(block, n, n) } -> std::same_as<bool>;
       { F::as_it_lies(block) } -> std::same_as<Rows<typename F::Number>>;
       // (block, rows, cols, tile, ld): along_columns() makes slots along the columns. The other three make slots along
-      // the rows. A product reads rows of vectors_along_rows() in whole vectors, and columns of along_rows().
-      // finite_along_rows() does what along_rows() does, but always packs, with 0 in place of infinities and NaNs.
+      // the rows. A product reads the tile of vectors_along_rows() by rows, in whole vectors. It reads the tile of
+      // along_rows() by columns. finite_along_rows() does what along_rows() does, but always packs, with 0 in place of
+      // infinities and NaNs.
       { F::along_columns(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
       { F::vectors_along_rows(block, n, n, tile, n) } -> std::same_as<Rows<typename F::Number>>;
@@ -75,8 +76,8 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Returns how many slots hold `numbers` neighbours, in whole steps of a product. A step has kStep slots for each
-// summand of a number.
+// Returns how many slots `numbers` neighbours take, rounded up to whole steps of a product. A step has kStep slots for
+// each summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;

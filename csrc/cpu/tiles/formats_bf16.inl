@@ -231,15 +231,15 @@ struct Bfloat16s {
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};
   }
 
-  // Calls f(row i) if the numbers have 8 bits and are neighbours, and a number is one bfloat16.
+  // Calls f(row i) if the block has contiguous rows of 8-bit numbers, and kSummands is 1.
   template <class Function>
   static ATTN_INLINE void with_8_bits(const Block& block, int64_t i, Function f) {
     if (kSummands > 1 || block.col != 1) return;
     if (block.dtype == DType::i8) f(reinterpret_cast<const Int8*>(block.data) + i * block.row);
     if (block.dtype == DType::e4m3) f(reinterpret_cast<const Float8*>(block.data) + i * block.row);
   }
-  // Loads the summands of W numbers of the block, which are (i, d), (i, d + 1), ... If `count` is below W, loads
-  // `count` numbers and then zeros.
+  // Loads the summands of the numbers (i, d), (i, d + 1), ..., (i, d + W - 1) of the block. If `count` is below W,
+  // loads `count` numbers and fills the other lanes with zeros.
   static ATTN_INLINE void load_summands(const Block& block, int64_t i, int64_t d, int64_t count,
                                         Shorts<float> (&part)[kSummands]) {
     const int64_t at = i * block.row + d * block.col;
@@ -262,7 +262,7 @@ struct Bfloat16s {
       return;
     }
     // A summand of a finite number is at most the largest finite bfloat16. If a number is an infinity or a NaN, its
-    // last summand holds it, and the summands before are 0.
+    // last summand holds it, and its other summands are 0.
     const auto finite = x - x == Vec<float>{};
     Vec<float> rest = finite ? x : Vec<float>{};
     for (int64_t g = 0; g < kSummands; ++g) {

@@ -135,7 +135,7 @@ class RowsAhead {
     step_ = block.row * size;
     bytes_ = cols * size;
     rows_ = smaller(kKeyTile, p.keys);
-    const int64_t tiles = divide_up(keys.size(), 8) * divide_up(rows, 64) * divide_up(cols, 64);  // about
+    const int64_t tiles = divide_up(keys.size(), 8) * divide_up(rows, 64) * divide_up(cols, 64);  // approximately
     lines_ = divide_up(rows_ * divide_up(bytes_, kLine), tiles);
   }
   ATTN_INLINE void operator()() {
@@ -156,14 +156,14 @@ class RowsAhead {
   int64_t lines_ = 0;  // prefetched after each tile
 };
 
-// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() now and then.
+// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
               Between& between = kNothingBetween) {
   Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
                                between);
 }
-// The same for an A that is stored transposed, as A' (formats.inl).
+// Does what multiply() does, for an A that is stored transposed, as A' (formats.inl).
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
                          Between& between = kNothingBetween) {

@@ -104,8 +104,8 @@ struct Gemm<Tiles<kSummands>> {
     if (has_edge) copy_edge(true);
   }
 
-  // Does what run() of gemm.inl does. But K is a whole number of steps, and A(m, k) = a[m * lda + k] whether
-  // kTransposed or not.
+  // Does what run() of gemm.inl does. But K must be a whole number of steps, and A(m, k) is a[m * lda + k], whatever
+  // kTransposed is.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
                   int64_t ldc, bool accumulate, Between& between) {

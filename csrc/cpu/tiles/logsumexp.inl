@@ -12,8 +12,8 @@ struct Logsumexp {
   T reference[kRowTile];
   T log2_sum[kRowTile];
 
-  // Replaces scores of these rows by weights that are as accurate as the format F. `slope` is log2_slope() of
-  // scores.inl.
+  // Replaces scores of these rows by weights, with as much accuracy as a number of format F has. `slope` is
+  // log2_slope() of scores.inl.
   template <class F, int N>
   ATTN_INLINE void weights(Vec<T> (&scores)[N], T slope, int64_t lane) const {
 #pragma GCC unroll 8

@@ -27,7 +27,7 @@ ATTN_INLINE uint64_t visible_bits(const uint8_t* from, int64_t keys) {
 }
 ATTN_INLINE uint64_t all_bits(int64_t keys) { return ~uint64_t{} >> (kKeyTile - keys); }
 
-// Whether one of kKeyTile neighbours is not `hidden`. Compares the bits of numbers.
+// Whether one of kKeyTile neighbouring numbers differs from `hidden`. Compares their bits.
 template <class Bits>
 ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
   typename VectorOf<Bits, kVectorBytes / sizeof(Bits)>::type v;
@@ -69,7 +69,8 @@ inline int64_t number_of_slices(const Problem& p) {
 }
 
 // Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Stops reading a tile after
-// finding a visible score and a changed score, so a mask that hides keys here and there costs little.
+// finding one score that the mask shows and one score that the mask changes, so a mask that hides keys here and there
+// costs little.
 inline void look_at_mask(const Problem& p, int64_t task) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t first_row = task % row_tiles * kRowTile;
@@ -109,7 +110,7 @@ struct ScoreTile {
   Range keys;
   Mask mask;
   bool invariant;           // Problem::invariant
-  int64_t shown;            // how many of the first keys; the mask hides the rest of them
+  int64_t shown;            // the mask hides all keys from number `shown` on
   uint64_t bits[kKeyTile];  // for Mask::bits: bit `lane` of word j says whether the lane sees the key
   T* workspace;             // room_of_tile()
 

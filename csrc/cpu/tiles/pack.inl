@@ -37,7 +37,7 @@ struct Block {
   DType dtype;
   int64_t row;
   int64_t col;
-  const char* next = nullptr;  // the rows after a tile of kKeyTile, if they do not follow it in memory
+  const char* next = nullptr;  // the rows of the next tile, if they do not follow in memory
 };
 
 template <class T>  // float or double
@@ -53,8 +53,8 @@ ATTN_INLINE Block block_of(const Problem& p, const Operand& x, int64_t n, int64_
 ATTN_INLINE int64_t bytes_of_copy(const Problem& p, int64_t cols) {
   return p.paging.table && p.paging.page_size % kKeyTile != 0 ? kKeyTile * cols * 8 + kVectorBytes : 0;
 }
-// Returns a tile of keys or values, which are at most kKeyTile rows from row `first` on. The tile is in place, or a
-// copy if tiles may span several pages.
+// Returns a tile of keys or values, which begins at row `first` and has at most kKeyTile rows. The tile is used in
+// place, or copied to `copy` if tiles may span several pages.
 inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count,
                        int64_t cols, char* copy) {
   const int64_t size = size_of(x.dtype), bytes = cols * size;
@@ -95,16 +95,16 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
   return {copy, x.dtype, cols, 1, copy};
 }
 
-// A tile of keys or values, as pieces of kPiece contiguous rows. (Pages of most sizes consist of such pieces.) After
-// the tile's pieces come the pieces of the next kAhead rows, which are prefetched but never read.
+// A tile of keys or values, cut into pieces of kPiece contiguous rows. (Pages of most sizes consist of such pieces.)
+// `at` holds the pieces of the tile, and then the pieces of the next kAhead rows, which are prefetched but never read.
 constexpr int64_t kPiece = 16, kAhead = 32;
 struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, reading them
-// in place needs pages of whole tiles, because every row of a tile but the last one is read past its end
-// (few_rows.inl), and memory may end with a page.
+// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, they can be
+// read in place only in pages that hold whole tiles. The kernels read every row of a tile but the last one past its end
+// (few_rows.inl), and memory may end where a page ends.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
@@ -130,8 +130,9 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
 // While the functions below transpose or write rows, they prefetch the next rows, because processors do not foresee
 // accesses that jump from row to row.
 //
-// If the last vector is not full but there are enough numbers, it begins earlier and copies some numbers a second time.
-// (A part of a vector would be copied number by number.)
+// If the numbers left over do not fill the last vector, this vector begins earlier, and some numbers are copied twice.
+// (A part of a vector would be copied number by number.) If a row has less than a vector of numbers, this is not
+// possible.
 
 // Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
 template <class T>
@@ -310,7 +311,7 @@ void scale_tile(T* tile, int64_t count, T factor) {
   for (int64_t i = 0; i < count; i += kLanes<T>) store<T>(tile + i, load<T>(tile + i) * factor);
 }
 
-// Copies the scales of the keys or values [first, first + count) of head h, for the tile that they begin.
+// Copies the scales of the keys or values [first, first + count) of head h, for the tile that begins at row `first`.
 template <class T>
 void read_scales(const Problem& p, const Operand& x, DType dtype, int64_t n, int64_t h, int64_t first, int64_t count,
                  T* scales) {

@@ -15,8 +15,8 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
-// whole() and bits() reinterpret numbers as whole numbers of the same size, signed or unsigned. as_number() does the
-// reverse. Unsigned numbers wrap around, as PyTorch's integers do.
+// whole() reinterprets numbers as signed integers of the same size, and bits() as unsigned integers. as_number() does
+// the reverse. Unsigned integers wrap around, as PyTorch's integers do.
 template <class T>
 ATTN_INLINE Vec<Int<T>> whole(Vec<T> x) {
   return bit_cast<Vec<Int<T>>>(x);
@@ -75,7 +75,7 @@ template <class T>
 struct Values {
   const T* data;
   int64_t step;
-  int64_t lanes;  // all bits, or 0 where all lanes are the same
+  int64_t lanes;  // all bits, or 0 if all lanes are the same
 };
 
 // The tiles [key][kRowTile] that a list reads, apart from leaves in tensors. A pointer is null if the list does not
@@ -92,8 +92,9 @@ struct PairTiles {
 
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
-// Sums over a strip: per lane, per key, and per diagonal, which has one distance. A lane without a row may hold a NaN,
-// because its terms are 0, and adds nothing.
+// These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each
+// diagonal, on which all pairs have the same distance. A lane without a row adds nothing, but may hold a NaN, because
+// its terms are 0.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -198,8 +199,8 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Evaluates keys [first, first + count) of the tile. Unless they are null, the last operation writes to `to`, and the
-  // second result goes to `kept`.
+  // Evaluates keys [first, first + count) of the tile. Writes the last operation's result to `to`, and the list's
+  // second result to `kept`, unless these pointers are null.
   void run(int64_t first, int64_t count, T* to = nullptr, T* kept = nullptr) {
     first_ = first;
     kept_ = kept;
@@ -207,7 +208,7 @@ class Evaluation {
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
-  // Copies a result to a strip of `count` keys of a tile. run() may have read this tile.
+  // Copies a result to a strip of `count` keys of a tile. The tile may be one that run() has read.
   void copy(int16_t from, int64_t count, T* to) const {
     const Values<T> x = at(from);
     if (x.data == to) return;
@@ -266,7 +267,8 @@ class Evaluation {
             store<T>(to, load<T>(to) + columns[k]);
           }
         } else {
-          // From owner to owner of the table's numbers, so that an addition need not wait for the one before it.
+          // If rows or keys own tables, consecutive additions go to tables of different owners, so that no addition
+          // waits for the previous one.
           const auto add = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
             const UInt<T> index = at.index_at(key, row);
             if (index < at.size) table[key * at.key + row * at.row + index] += x.data[key * x.step + row];
@@ -283,13 +285,13 @@ class Evaluation {
   }
 
  private:
-  // A leaf of whole numbers that indexes tables. Its numbers by place: of key j, of row i, or of the distance
-  // i - j + kKeyTile - 1; and the least and the largest of the W numbers from a place on.
+  // An integer leaf that indexes tables. numbers[place(key, row)] is the index of a pair. least[n] and most[n] are the
+  // least and the largest of the W indices from place n on.
   struct Indices {
     const T* numbers;
     const UInt<T>*least, *most;
     bool of_distances, of_keys;
-    bool are_same;  // for all pairs of the tile; then there are no `least` and `most`
+    bool are_same;  // whether all pairs of the tile have one index; then `least` and `most` hold nothing
     int64_t place(int64_t key, int64_t row) const {
       return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
     }
@@ -547,13 +549,14 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  // A table and an index of it: number (j, lane) of a strip is table[(first_ + j) * key + lane * row + index].
+  // A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first_ + j) * key + lane * row +
+  // index_at(j, lane)].
   struct Lookup {
     const T* table;
     int64_t row, key;
     UInt<T> size;
     Values<T> index;
-    const Indices* indices;  // null if it is no leaf
+    const Indices* indices;  // null if the index is no leaf
     UInt<T> index_at(int64_t j, int64_t lane) const {
       return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
     }
@@ -573,8 +576,9 @@ class Evaluation {
     return found;
   }
 
-  // 1 or -1, if the indices of W rows and W keys go on by as much along the numbers of each row's or key's own table,
-  // and all of them are inside; else 0.
+  // Compares the indices of W rows and W keys. Returns 1 or -1 if the index grows by this number from each key to the
+  // next key (or, unless rows own tables, from each row to the next row), and all of these indices lie inside the
+  // table. Otherwise returns 0.
   ATTN_INLINE int step_of(const Lookup& at, int64_t j, int64_t i) const {
     const bool of_distances = at.indices && at.indices->of_distances;
     if (!at.indices || !(of_distances || (at.indices->of_keys ? at.row : at.key) != 0)) return 0;
@@ -616,7 +620,7 @@ class Evaluation {
       for (int64_t j = 0; j < count; j += W) {
         const int64_t keys = smaller(W, count - j);
         if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
-          // The numbers of W keys lie together in the table of each row.
+          // Each row has its own table. A single vector of this table may hold the numbers of W keys.
           const int64_t place = leaf->place(first_ + j + (leaf->of_distances ? W - 1 : 0), i);
           const Vec<UInt<T>> base = first_of(at, place, leaf->of_keys);
           if (base[0] != kScattered) {
@@ -654,7 +658,9 @@ class Evaluation {
         }
       }
   }
-  // Where vectors begin that hold the W numbers from W places on, or from one place, if they lie inside the table.
+  // Each of W rows looks up W numbers in its table. Returns, for each row, the index at which a vector begins that
+  // holds these W numbers. Returns kScattered if some row has no such vector inside its table. `one`: all rows look up
+  // the W indices from `place` on. Otherwise row k looks up the W indices from `place` + k on.
   static constexpr UInt<T> kScattered = ~UInt<T>{};
   static ATTN_INLINE Vec<UInt<T>> first_of(const Lookup& at, int64_t place, bool one) {
     const auto many = [&](const UInt<T>* x) { return one ? splat<UInt<T>>(x[place]) : load<UInt<T>>(x + place); };
@@ -668,7 +674,7 @@ class Evaluation {
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
-    if (!terms.data) {  // of a direction without a derivative of this table
+    if (!terms.data) {  // the direction has no part for this table, so all its numbers are 0
       store<T>(to, Vec<T>{});
       same.data = to;
     }
@@ -686,7 +692,7 @@ class Evaluation {
     }
   }
 
-  // Remembers the least pair with a wrong index, because a kernel must not throw.
+  // Remembers the first pair, counted row by row, that has a wrong index, because a kernel must not throw.
   void report(int64_t row, int64_t key, Int<T> index, int64_t size) const {
     const int64_t pair = row * program_.keys + key;
     int64_t known = __atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED);
@@ -698,7 +704,7 @@ class Evaluation {
     __atomic_store_n(&program_.wrong[2], size, __ATOMIC_RELAXED);
   }
 
-  // Whole numbers wrap around, as PyTorch's do.
+  // Integers wrap around, as PyTorch's integers do.
   static constexpr UInt<T> unsigned_of(Int<T> x) { return static_cast<UInt<T>>(x); }
   static ATTN_INLINE Int<T> quotient(Int<T> a, Int<T> b) {
     if (b == 0) return 0;
@@ -719,13 +725,14 @@ class Evaluation {
   T* kept_ = nullptr;
 };
 
-// Prefetches the numbers of tables, or their gradients, that the pairs of a tile have, some of them after each register
-// tile of a product. Tables are large and rows of them lie far apart, so that processors do not read ahead.
+// Prefetches the numbers that the pairs of a tile look up in tables, or the gradients of these numbers. Fetches some of
+// them after each register tile of a product. Processors by themselves do not read ahead here, because tables are large
+// and their rows lie far apart.
 template <class T>
 class TablesAhead {
  public:
-  // The tables that a list reads, or with `gradients` those that its results are added to; not those that stay in the
-  // cache from tile to tile.
+  // Takes the tables that the list reads or, with `gradients`, the tables that its results are added to. Leaves out
+  // tables that stay in the cache from tile to tile.
   TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
               int64_t begin)
       : rows_(tile.count), keys_(keys.size()) {
@@ -748,11 +755,13 @@ class TablesAhead {
  private:
   static constexpr int kMost = 4, kAtOnce = 12;
   static constexpr int64_t kLine = 64 / sizeof(T);
+  // A table of which each owner, a row or a key of the tile, has a part. If the owners are rows, the other side is the
+  // keys, and the reverse.
   struct Place {
     const T* table;
-    int64_t step, owners;              // its owners are rows or keys of the tile
-    const int32_t* index;              // of the first owner and the first of the others
-    int64_t of_owner, of_other, last;  // steps between indices; the last of the others that are looked at
+    int64_t step, owners;              // the distance between parts; the number of owners
+    const int32_t* index;              // of the pair of the first owner and the first of the other side
+    int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
   };
 
   void add(const Problem& p, const List& list, int16_t from, int table, const Terms& terms, int64_t begin,
@@ -760,7 +769,7 @@ class TablesAhead {
     const Leaf leaf = from < 0 ? list.leaves[-1 - from].leaf : Leaf::score;
     const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number;
     const TableOf of = p.program->tables[table].of;
-    constexpr int64_t kSmall = 1024;  // bytes of an owner
+    constexpr int64_t kSmall = 1024;  // bytes of an owner's part of the table
     if (p.program->tables[table].size * int64_t{sizeof(T)} <= kSmall) return;
     if (count_ == kMost || of == TableOf::all || !(of_distances || of_keys || leaf == Leaf::row_number)) return;
     const bool owned_by_rows = of == TableOf::queries;
@@ -778,7 +787,7 @@ class TablesAhead {
     to.of_owner = owned_by_rows ? of_row : of_key;
     to.of_other = owned_by_rows ? of_key : of_row;
     to.last = (owned_by_rows ? keys_ : rows_) - 1;
-    // Where an index is the same in opposite corners, it probably is in the whole tile.
+    // If opposite corners of the tile have the same index, probably the whole tile has this index.
     if (to.index[to.of_other * to.last] == to.index[to.of_owner * (to.owners - 1)]) to.last = 0;
   }
   ATTN_INLINE void ask(const Place& of, int64_t owner) const {

@@ -13,7 +13,7 @@ namespace attn::ATTN_ISA {
 struct RowTile {
   int64_t n;  // the batch entry
   Sequence sequence;
-  int64_t count;    // of the rows
+  int64_t count;    // the number of rows
   Range positions;  // holds the positions of all rows, counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];
@@ -188,14 +188,15 @@ struct RowTask {
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // Returns the keys of the split that rows at these positions see, beginning with a whole tile.
+  // Returns the keys of the task's split that rows at these positions see. The range begins where a tile of keys
+  // begins.
   Range keys_seen(const Problem& p, Range positions) const {
     return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);
   }
 };
 
-// The tiles of rows of a task. A kernel keeps a `State` of each tile of rows from one tile of keys to the next. A State
-// has a member `rows`, which is a RowTile.
+// The tiles of rows of a task. A kernel keeps a `State` for each tile of rows from one tile of keys to the next. A
+// State has a member `rows`, which is a RowTile.
 template <class State>
 struct RowTiles {
   State* states;

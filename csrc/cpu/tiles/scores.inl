@@ -21,8 +21,8 @@ template <class T>
 ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
   return p.sinks ? static_cast<const T*>(p.sinks)[head] : -kInfinity<T>;
 }
-// Converts sinks to what the tiles hold, scores or products, so that a sink above all scores weighs exactly 1. If a
-// finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
+// Converts sinks to scores or products, whichever the tiles hold, so that a sink above all scores weighs exactly 1. If
+// a finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
   constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
@@ -142,8 +142,9 @@ constexpr int64_t kPanel =
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  // The range begins at a whole slot of keys. With tiles of the processor, or if invariant, the range begins at the
-  // tile's first key, so that sums are cut at the same keys for every row.
+  // The range begins at a whole slot of keys. With tiles of the processor, or if the problem is invariant
+  // (Problem::invariant), the range begins at the tile's first key, so that the sums of all rows are cut at the same
+  // keys.
   const auto cut = [&](Range seen) {
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
     return Range{first, larger(first, smaller(seen.last, tile.shown))};
@@ -180,7 +181,7 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
 template <class T>
 struct Distances {
   T slope[kRowTile];
-  T ahead[kRowTile];  // of the tile's first key
+  T ahead[kRowTile];  // how far the row is ahead of the tile's first key
 
   // `slopes` has a slope for each head. If it is null, every slope is 1.
   Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
@@ -208,9 +209,9 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, writes to it
-// what derivatives read: the tanh of a cap (SoftCap) or, with a score_mod, the products or PairProgram::keeping's
-// second result.
+// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, also writes to
+// `kept` what derivatives read. With a cap, this is the tanh (SoftCap). With a score_mod, it is the second result of
+// PairProgram::keeping, or the products if `keeping` is null.
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
@@ -262,8 +263,8 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kep
   hide_keys<T>(tile, x);
 }
 
-// Writes the scores of a tile (score.h) to x[j * kRowTile + lane], or products where leaves_products(). `query_t`: the
-// tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: of the tile's keys, or null.
+// Writes the scores of a tile (score.h) to x[j * kRowTile + lane], or products if leaves_products(). `query_t`: the
+// tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: the scales of the tile's keys, or null.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
             typename F::Number* kept = nullptr, Between& between = kNothingBetween,
