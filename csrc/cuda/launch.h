@@ -46,7 +46,7 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 void plan_backward(BackwardParams& p, int64_t multiprocessors);
 
 // Both functions write `delta`, and launch_second() also writes `tangent_delta`. The caller allocates this memory. If
-// scores share a mask, the caller sets the fields mask_* first.
+// several scores share a number of the mask, the caller first sets the fields mask_*.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 

@@ -1,4 +1,4 @@
-// The statistics of a row, and which of its weights dropout keeps.
+// Computes and writes the statistics of rows. Also decides which weights dropout keeps.
 #pragma once
 
 #include "cuda/shared/rows.cuh"
@@ -61,8 +61,8 @@ __device__ __forceinline__ T shift_of(T maximum) {
 }
 
 // Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
-// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times that share, which is
-// NaN if the sink is NaN.
+// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times this share, and so
+// outputs NaN if the sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.sinks) return 1;
@@ -133,7 +133,7 @@ struct Dropout {
   }
 };
 
-// Where a row of the output goes: the output itself and its residual, or this split's partial output.
+// Says where a row of the output is written: to the output itself and its residual, or to this split's partial output.
 template <class T>
 struct OutputRow {
   const ForwardParams& p;
