@@ -568,7 +568,7 @@ struct BackwardMma {
     if constexpr (!kOwnsKeys)
       if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
     if (!kOwnsKeys && !p.grad_query.data) return;
-    if (kGeneral && p.softcap > 0)  // selects 0 where dS is 0, because a hidden product may be a NaN
+    if (kGeneral && p.softcap > 0)  // 0 where dS is 0, even if a hidden product is NaN
       each(x, [&](float& ds, int, int, int t, int half, int bit) {
         ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped[t], half, bit));
       });

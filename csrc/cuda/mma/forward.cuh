@@ -334,7 +334,7 @@ struct ForwardMma {
       Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
-        if (!(kept[half] >> bit & 1)) weight *= 0;  // a NaN remains
+        if (!(kept[half] >> bit & 1)) weight *= 0;  // so that a NaN remains
       });
     }
   }

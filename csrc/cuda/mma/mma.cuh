@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
-  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first thread that knows them
+  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first thread that knows their offsets
   static_assert(2 * kOfValues <= kVectors && kVectors <= 32);
 
   int64_t offset = 0;  // of this thread's row, from the start of the head

@@ -364,7 +364,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const T scale = kOf == Gradient::key ? ScoreFunction<T>::of(p).slope() : 1;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
-      if (key + thread.row(i) >= task.last_key) break;  // past the length: zeroed by the caller
+      if (key + thread.row(i) >= task.last_key) break;  // past the length: operators/run.cpp has written 0
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }
