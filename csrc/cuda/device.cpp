@@ -15,8 +15,9 @@ using at::Tensor;
 
 void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
 
-// On GPUs before Ampere replace.cpp leaves calls to the built-in, and a call of our operators is an error. A capability
-// of 0 passes, because tensors without data may name a GPU that this machine lacks.
+// The kernels need a GPU of the generation Ampere or later. On an earlier GPU, replace.cpp leaves calls of torch's
+// operator to torch's own kernels, and a call of our operators is an error. A capability of 0 passes, because tensors
+// without data may name a GPU that this machine lacks.
 bool runs_on(c10::Device device) {
   const int capability = compute_capability(device);
   return capability == 0 || capability >= 80;
@@ -38,9 +39,9 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   check(launch_write_rng_state(state.mutable_data_ptr<int64_t>(), seed, offset, heads, device.stream));
 }
 
-// If the rows of an operand are not vectors (in_vectors()), copies the operand, padded with zeros, to memory in which
-// they are, and returns that memory. Otherwise kernels would have to copy every tile number by number, which takes many
-// times as long.
+// If the rows of an operand are not vectors (in_vectors()), copies the operand to memory in which its rows are vectors,
+// and returns this memory. The copy's rows are padded with zeros. Without the copy, kernels would have to read every
+// tile one number at a time, which takes many times as long.
 [[nodiscard]] Tensor put_in_vectors(const Problem& p, Operand& x, int64_t heads, int64_t rows, int64_t cols,
                                     const Tensor& query) {
   if (!uses_mma(p) || in_vectors(p, x, cols)) return {};
@@ -85,7 +86,7 @@ int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.q
           put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
-// Memory for one number a row, [copies, rows].
+// Allocates `copies` numbers for each row, [copies, rows], and sets `data` to their address.
 Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
   const Tensor rows = at::empty({copies, number_of_rows(p)}, compute_options(query));
   data = rows.mutable_data_ptr();

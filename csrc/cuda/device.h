@@ -1,4 +1,4 @@
-// Everything that device.cpp asks of torch and CUDA about the device. tests/stand_in has its own version of this
+// The functions with which device.cpp asks torch and CUDA about the device. tests/stand_in has its own version of this
 // header.
 #pragma once
 
@@ -21,8 +21,8 @@ namespace attn::cuda {
 
 constexpr auto kDeviceType = c10::kCUDA;
 
-// Returns the compute capability of a device: 75 is 7.5. Returns 0 if the device does not exist, because tensors
-// without data may name such a device. Asks the driver once for each device that exists.
+// Returns the compute capability of a device: 75 is 7.5. Returns 0 if the device does not exist. A tensor without data
+// may be on such a device. Asks the driver once for each device that exists.
 inline int compute_capability(c10::Device device) {
   static std::array<std::atomic<int>, std::numeric_limits<c10::DeviceIndex>::max() + 1> known{};
   if (!device.has_index()) return 0;
@@ -55,9 +55,9 @@ class OnDevice {
   c10::cuda::CUDAGuard guard_;
 };
 
-// Draws a seed and an offset from the device's generator that no other call gets, also while a graph is captured.
-// Torch's own kernels set the last word of a Philox counter to 0. Our kernels set it to the offset, which is one more
-// than a multiple of four.
+// Draws a seed and an offset from the device's generator. No other call gets the same two numbers, even if a graph is
+// being captured. Torch's own kernels set the last word of a Philox counter to 0. Our kernels set it to the offset,
+// which is one more than a multiple of four. So our kernels and torch's kernels never use the same counter.
 inline void draw_numbers(const at::Tensor& on_device, RngNumber& seed, RngNumber& offset) {
   constexpr uint64_t kStep = 4;  // the generator counts in fours
   auto* generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(

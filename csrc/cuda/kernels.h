@@ -1,4 +1,4 @@
-// The launchers that instances/ instantiates; launch.cu chooses among them.
+// Declares the launchers. The files of instances/ instantiate them, and launch.cu chooses among them.
 #pragma once
 
 #include "cuda/launch.h"
@@ -8,7 +8,8 @@ namespace attn::cuda {
 
 static_assert(sizeof(SecondParams) <= 4096, "CUDA passes at most 4 KiB to a kernel");
 
-// Keys per tile in the kernels that pass over keys.
+// The largest number of keys per tile in the kernels that pass over keys. It is a multiple of the number of keys per
+// tile in each of them.
 constexpr int64_t kKeysPerTile = 64;
 // Rows and keys per tile in the kernels without tensor cores (SIMT). The tasks of a mask's gradient are counted in such
 // tiles (mask_tasks()).
@@ -28,7 +29,7 @@ constexpr bool is_general(const Problem& p) {
 constexpr bool sums_mask(const BackwardParams& p) { return p.mask_is_shared && p.grad_mask.row != 0; }
 // The number of tiles of 16 rows per warp: as many as the warp's registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
-// Rows of a block of four warps.
+// The number of rows of a block, which has four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
 // Calls f.template operator()<kDim>() with the padded head size.

@@ -1,5 +1,5 @@
 // Chooses the kernels for a problem and cuts their work into blocks. Also has the kernels that write dropout's state
-// and the numbers of packed sequences.
+// and the numbers of packed sequences (PackedSequences).
 #include "cuda/launch.cuh"
 
 #include "cuda/kernels.h"
@@ -35,8 +35,8 @@ Error run_gradients_simt(const Params& p, Stream stream) {
 // or the gradient of a mask that is summed over rows.
 bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
 
-// Whether launch_delta_mma() can write `delta`. Its inputs must be vectors. No kernel without tensor cores may read
-// `delta` too, because such a kernel needs a `delta` that was summed in the order of DeltaSimt.
+// Whether launch_delta_mma() can write `delta`. The rows of its inputs must be vectors. It must not write `delta` if
+// kernels without tensor cores read `delta`, too, because they need the order of summation of DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
   return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
          (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
@@ -84,8 +84,9 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 }  // namespace
 
-// A float32 mask and its gradient need weights that are not rounded to 16 bits. Keys that are not vectors are copied
-// first. Key lengths and pages forbid this copy, because it would read keys that are not in use.
+// Kernels with tensor cores round weights to 16 bits. This is too inexact for a float32 mask and its gradient. Keys and
+// values whose rows are not vectors are copied first. With key lengths or pages, keys and values must not be copied,
+// because the copy would read keys that are not in use.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
@@ -96,8 +97,9 @@ bool uses_mma(const Problem& p) {
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Returns an upper bound on the number of keys that the rows of a task see. Counts from the start of a tile, because
-// splits begin there (Task::set). Does not read offsets and lengths, because only the device knows them.
+// Returns an upper bound on the number of keys that the rows of a task see. Counts keys from the start of a tile,
+// because splits begin at the start of a tile (Task::set()). Does not read offsets and lengths, because only the device
+// knows them.
 static int64_t keys_to_split(const RowParams& p) {
   // See positions_of_rows().
   const bool share_tiles = p.queries % p.rows_per_task != 0 && !heads_apart(p, p.queries, p.rows_per_task);
@@ -117,9 +119,10 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
-  // there is one tile of rows, and its blocks wait for K and V. Twice as many blocks, each with less to do, keep more
-  // reads under way. With splits the bits of a row depend on the rest of the batch, so Problem::invariant forbids
-  // splits. Without splits, rows_per_task changes no bits.
+  // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. So twice as many blocks
+  // are wanted then, because more blocks, each with less to do, keep more reads under way. With splits the bits of a
+  // row depend on the rest of the batch, so Problem::invariant forbids splits. Without splits, rows_per_task changes no
+  // bits.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
   const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);

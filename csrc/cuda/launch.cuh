@@ -21,12 +21,13 @@ inline dim3 grid_of(int64_t blocks) {
 // This block's number in such a grid.
 __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x; }
 
-// Stands for the shared memory of a kernel that needs none, or for a member that an instance lacks.
+// Stands for the shared memory of a kernel that needs none, or for a member that an instance of a template does not
+// need.
 struct Nothing {};
 
-// Shared: the struct of all that a block keeps in shared memory. It must fit on every supported device. No member of it
-// may be [[no_unique_address]], because nvcc 13.0 then puts members of derived structs beyond the size that sizeof()
-// returns.
+// Shared: the struct of everything that a block keeps in shared memory. It must fit into a block's shared memory on
+// every supported device. No member of Shared may be [[no_unique_address]], because nvcc 13.0 then puts members of
+// derived structs beyond the size that sizeof() returns.
 template <class Shared, class Params>
 [[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, Stream stream) {
   static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
@@ -49,8 +50,9 @@ template <class Shared, class Params>
   return cudaGetErrorString(error);
 }
 
-// Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks is the number of blocks at a
-// time for which a multiprocessor must have registers.
+// Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks says how many blocks a
+// multiprocessor must have registers for at a time. If kBlocks is 0, the compiler chooses how many registers a thread
+// has.
 template <class Kernel, class Params>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(const __grid_constant__ Params p) {
   const int64_t number = block_number();

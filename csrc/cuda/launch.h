@@ -1,4 +1,4 @@
-// What the kernels look like from outside: C++ without torch and without CUDA's headers.
+// Declares the functions that launch kernels. This header needs neither torch nor CUDA's headers.
 #pragma once
 
 #include "core/params.h"
@@ -8,24 +8,24 @@ struct CUstream_st;
 namespace attn::cuda {
 
 using Stream = CUstream_st*;
-// What a launch returns: null, or CUDA's description of what went wrong.
+// What a launch returns: null, or CUDA's description of the error.
 using Error = const char*;
 
-// The seed or the offset of a generator: `number`, plus *pointer while a graph is captured, because the rest is known
-// only when the graph runs.
+// The seed or the offset of a generator. Its value is `number`. While a graph is captured, its value is `number` +
+// *pointer, and *pointer is known only when the graph runs.
 struct RngNumber {
   uint64_t number = 0;
   const int64_t* pointer = nullptr;
 };
 
-// Whether tensor cores compute the forward and the gradients. They read query, key, value, grad_output and the mask in
-// vectors (in_vectors()). A row of the mask may also be a single vector that repeats one number and serves all keys
-// (col 0).
+// Whether tensor cores compute the forward and the gradients. Kernels with tensor cores read query, key, value,
+// grad_output and the mask in vectors (in_vectors()). If each row of the mask has one number for all keys (`col` is 0),
+// the row is a single vector that repeats this number.
 bool uses_mma(const Problem& p);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
 ATTN_INLINE constexpr int64_t vector_of(const Operand& x) { return x.dtype == DType::boolean ? 2 * kVector : kVector; }
-// Says whether rows of `cols` columns are whole vectors, each at a multiple of 16 bytes.
+// Says whether rows of `cols` columns consist of whole vectors, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
   const int64_t vector = vector_of(x);
   bool aligned = cols > 0 && cols % vector == 0 && x.col == 1 && x.row % vector == 0 && x.head % vector == 0;
@@ -42,22 +42,22 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
 
-// Sets few_rows for a device with this number of multiprocessors. The value changes no bits.
+// Sets few_rows for a device with this number of multiprocessors. The value changes no bits of the gradients.
 void plan_backward(BackwardParams& p, int64_t multiprocessors);
 
 // Both functions write `delta`, and launch_second() also writes `tangent_delta`. The caller allocates this memory. If
-// scores share a mask, the caller sets the fields mask_* first.
+// several scores share a number of the mask, the caller first sets the fields mask_*.
 [[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);
 
-// Sets how the work of both passes is cut. The caller then allocates `partial`, `pairs` and, if chunks > 1,
-// partial_received.
+// Sets the numbers and sizes of the splits of the first pass and of the chunks of the second pass. The caller then
+// allocates `partial`, `pairs` and, if chunks > 1, partial_received.
 void plan_stats(StatsParams& p, int64_t multiprocessors);
 [[nodiscard]] Error launch_stats(const StatsParams& p, Stream stream);
 
-// Writes all sequences (PackedSequences::write).
+// Writes the numbers of all sequences (PackedSequences::write()).
 [[nodiscard]] Error launch_write_sequences(const PackedSequences& sequences, Stream stream);
 
 // Writes (seed, offset, period) to `state`.

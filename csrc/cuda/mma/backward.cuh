@@ -1,10 +1,11 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
 // head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK and dV over all rows that read these
 // keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the tile's
-// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as four
-// warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows. They are read in
-// tiles of 16 to 64 rows or keys (kOther), and the next tile is copied while one is in use. Every product has one of
-// two forms:
+// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as the
+// registers of its four warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows.
+// A block reads what it does not own in tiles of 16 to 64 rows or keys (kOther). While one tile is in use, the next
+// tile is copied (kStages). Every product has one of two forms, where `own` is a tile that the block owns, and `other`
+// is the tile in use:
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -21,7 +22,7 @@
 
 namespace attn::cuda {
 
-// What the backward knows of a row.
+// The numbers of a row that the backward needs.
 struct alignas(16) BackwardRow {
   float logsumexp, logsumexp_low;  // as a pair; +inf for a row that attends to no key, so that its weights are 0
   float delta;
@@ -41,8 +42,8 @@ struct BackwardRows {
   BackwardSlope alibi[kHasSlopes ? kRows : 1];
 };
 
-// The gradients of which a block computes a part. It computes two at once only up to head_dim 128, because registers
-// hold no more sums.
+// The gradients of which a block computes a part. A block computes parts of two gradients only up to head_dim 128,
+// because registers hold no more sums.
 enum class MmaGradient { query, key, value, key_and_value, shared_mask };
 
 // kFewRows: whether a block of dQ owns 64 rows where it would own 128 otherwise.
@@ -52,15 +53,16 @@ struct BackwardMma {
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  // The number of tiles of 16 keys or rows that a warp owns. What the warp reads of other tiles serves all tiles that
-  // it owns. Registers hold the sums of two tiles only for dQ without kGeneral, up to head_dim 128.
+  // The number of tiles of 16 keys or rows that a warp owns. The warp uses the fragments that it reads of `other` for
+  // all tiles that it owns. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
   static constexpr int kOther = kDim <= (kSumsMask ? 128 : 64) ? 64 : kDim <= 128 ? 32 : 16;
   static constexpr int kKeys = kOwnsKeys ? kOwn : kOther, kRows = kOwnsKeys ? kOther : kOwn;  // of a tile of scores
-  // The kernel of shared masks loads nothing ahead, so it gains from four blocks per multiprocessor, though each thread
-  // then has ten numbers in memory. On an H100 a backward with four blocks took 0.87 of the time.
+  // The kernel of shared masks does not copy the next tile while one is in use. So it gains from four blocks per
+  // multiprocessor, though each thread then spills ten numbers from registers to memory. On an H100 a backward with
+  // four blocks took 0.87 times as long as with two blocks.
   static constexpr int kThreads = kMmaThreads, kBlocks = kSumsMask && kDim <= 64 ? 4 : 2;
   // The number of buffers for tiles that the block does not own. With two buffers, one tile is used while the next is
   // copied.
@@ -70,16 +72,16 @@ struct BackwardMma {
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
   // Whether each thread keeps the BackwardRow of its own rows in registers, because with head_dim 128 shared memory has
-  // no place for it.
+  // no room for these rows.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
   // The number of mask tiles in shared memory: one for the tile that is in use, one for the next tile, and one for the
-  // tile in which the block looks for a visible key. The kernel of shared masks needs one, because all scores of a
-  // block share it.
+  // tile in which the block looks for a visible key. The kernel of shared masks needs only one mask tile, because all
+  // scores of a block share this tile.
   static constexpr int kMasks = kSumsMask ? 1 : 3;
   using Rows = BackwardRows<kRows, kGeneral && kOwnsKeys, kInRegisters>;
   struct Shared {
-    // own_score and own_dp are the left factors of the products K Q^T and V G^T, or Q K^T and G V^T. The block owns
-    // them. `other` holds the right factors.
+    // The block owns the left factors of the products. own_score is K of K Q^T, or Q of Q K^T. own_dp is V of V G^T, or
+    // G of G V^T. `other` holds the right factors.
     Own own_score, own_dp;
     struct {
       Other score, dp;
@@ -106,8 +108,8 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  // The number of the mask tile for the tile that may be next. The mask tile for the tile in use has the number
-  // mask_after(looked_at).
+  // The index in shared.mask of the mask that was copied last, to find out whether it shows some key. While a tile is
+  // in use, the mask of this tile has the index mask_after(looked_at).
   int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
@@ -118,7 +120,7 @@ struct BackwardMma {
     return blocks_of_keys(p, kNeedsDs ? p.key_heads : p.value_heads, kOwn);
   }
 
-  // Called by one thread once the task is set, followed by a barrier.
+  // Called by one thread after the task has been set, followed by a barrier.
   __device__ void set() {
     const int64_t n = shared.task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
@@ -127,11 +129,12 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // Exponents are products times a rounded slope. The logsumexp is multiplied by the same rounded slope, because
-    // large scores must cancel.
+    // The exponent of a score is its product times exponent_slope(), which is rounded. The logsumexp is multiplied by
+    // the same rounded number, because a large score and a large logsumexp must cancel in their difference.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
-  // Sets what belongs to the group of heads that begins with `head`. Called by one thread, followed by a barrier.
+  // Sets the members that depend on the group of heads. The group begins with `head`. Called by one thread, followed by
+  // a barrier.
   __device__ void set_heads(int64_t head) {
     const int64_t n = shared.task.n;
     shared.first_head = head;
@@ -148,7 +151,7 @@ struct BackwardMma {
       load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
   // Calls f(offset). Row i of the `count` rows from `first` on begins offset(i) elements behind row `first`. In most
-  // tiles all rows are of one head and a constant distance apart.
+  // tiles all rows belong to one head, and the distance between neighbouring rows is constant.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
     if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
@@ -197,10 +200,11 @@ struct BackwardMma {
   __device__ __forceinline__ int keys_from(int64_t key) const {
     return static_cast<int>(smaller(kKeys, shared.task.last_key - key));
   }
-  // Returns the first tile, from `tile` on, that the mask does not hide entirely, or a tile beyond the last. The mask
-  // of `tile` has been copied before. start(t) starts to copy the mask of tile t. shows_some(t) says whether that mask
-  // shows some key, and is true beyond the last tile. next(t) returns the tile after t. Reads nothing but the mask of
-  // hidden tiles. Ends with a barrier, after which all copies are complete and the previous tile has been read.
+  // Returns the first tile, from `tile` on, that the mask does not hide entirely, or a tile beyond the last. The caller
+  // has copied the mask of `tile`. start(t) starts to copy the mask of tile t. shows_some(t) says whether this mask
+  // shows some key, and is true beyond the last tile. next(t) returns the tile after t. Reads the masks of hidden
+  // tiles, but not their rows or keys. Ends with a barrier, after which all copies are complete and the previous tile
+  // has been read.
   template <class Tile, class Start, class ShowsSome, class Next>
   __device__ __forceinline__ Tile first_shown(Tile tile, Start start, ShowsSome shows_some, Next next) {
     if (kGeneral && p.has_mask)
@@ -219,8 +223,9 @@ struct BackwardMma {
     int64_t number;
     Row first;
   };
-  // Reads row i of a tile, if the row exists. Callers call it early, because reading takes long. By default i is the
-  // number of the thread, because store_row() stores the row of this number.
+  // Reads row i of a tile that has `count` rows. Rows from `count` on repeat the last row, and rows from kRows on are
+  // not read. Callers read a row long before they need it, because reading takes long. By default i is the number of
+  // the thread, because store_row() stores the row with this number.
   static_assert(kRows <= kMmaThreads);
   __device__ __forceinline__ BackwardRow read_row(const TileOfRows& tile, int count, int i = thread_index()) const {
     BackwardRow row{};
@@ -250,7 +255,7 @@ struct BackwardMma {
       if (p.alibi_slopes) rows.alibi[i] = {slope_of(rows, i), ahead_of(rows, i, shared.task.first_key)};
   }
 
-  // Turns the logsumexp into what is subtracted from scores (kGeneral) or from exponents.
+  // Turns the logsumexp into the number that is subtracted from scores (with kGeneral) or from exponents (without).
   __device__ __forceinline__ void make_shift(BackwardRow& row) const {
     if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
@@ -346,7 +351,7 @@ struct BackwardMma {
   __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
     return {tile.number + rows, row_after(shared.task.sequence.queries, tile.first, rows)};
   }
-  // Returns the first tile, from this tile on, that has a row which sees one of the block's keys.
+  // Returns the first tile, from `tile` on, in which some row sees some key of the block.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
     const Range seen = shared.rows_seen;
     if (seen.empty()) return {shared.group_rows, tile.first};
@@ -436,7 +441,8 @@ struct BackwardMma {
     });
   }
 
-  // A block owns rows and keys, and goes over the batch entries and heads that share this part of the mask.
+  // A block owns the scores of some rows and keys, and passes over the batch entries and heads that share this part of
+  // the mask.
   __device__ __forceinline__ void run_mask(int64_t number) {
     const Task& task = shared.task;
     const int64_t key = number % divide_up(p.keys, kOther) * kOther;
@@ -492,8 +498,8 @@ struct BackwardMma {
 
   // The first row or key of the warp.
   static __device__ __forceinline__ int own() { return 16 * kTiles * MmaThread().warp; }
-  // Calls f(t, half, i) for each row or key i of a thread. Elements 0 and 1 (half 0) or 2 and 3 (half 1) of tile t
-  // belong to it.
+  // Calls f(t, half, i) for each row or key i that the thread owns. Two elements of each fragment in the thread's tile
+  // t belong to row or key i: elements 0 and 1 if `half` is 0, or elements 2 and 3 if `half` is 1.
   template <class F>
   static __device__ __forceinline__ void each_own(F f) {
     const int first = own() + MmaThread().group;
@@ -516,7 +522,8 @@ struct BackwardMma {
     }
   }
 
-  // Adds the contribution of the tile in a stage: `count` rows, and the keys from `key` on.
+  // Adds what the scores of `count` rows with the keys from `key` on contribute. The tile that the block does not own
+  // is in buffer `stage`.
   __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];
@@ -555,17 +562,18 @@ struct BackwardMma {
         add_ds(of_ds, x, capped, finite, other.score, rows, count, key);
     }
   }
-  // Adds dS K to dQ, or dS^T Q to dK; x holds dS.
+  // Adds dS K to dQ, or dS^T Q to dK, where x holds dS.
   __device__ __forceinline__ void add_ds(Sums& of_ds, Scores& x, Scores& capped, bool finite, Other& factors,
                                          const Rows& rows, int count, int64_t key) {
     if constexpr (!kOwnsKeys)
       if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
     if (!kOwnsKeys && !p.grad_query.data) return;
-    if (kGeneral && p.softcap > 0)  // selects 0 where dS is 0, because a hidden product may be a NaN
+    if (kGeneral && p.softcap > 0)  // 0 where dS is 0, even if a hidden product is NaN
       each(x, [&](float& ds, int, int, int t, int half, int bit) {
         ds = ds == 0 ? 0 : ds * SoftCap<float>::slope(Fragments::at(capped[t], half, bit));
       });
-    // A NaN reaches dQ and dK through dS alone, and so only where a row attends to the key.
+    // NaNs and infinities in K and Q count as 0. So a NaN reaches dQ and dK only through dS, and only where a row
+    // attends to the key.
     const auto ds = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
     if (finite)
       add_weighted<kTiles, Factor::as_it_is>(of_ds, factors, ds);
@@ -609,8 +617,9 @@ struct BackwardMma {
     }
   }
 
-  // Turns the weights in x into dS = P (Z dP - delta); dx holds dP. If some key of the tile is hidden, selects 0 where
-  // the weight is 0, because not even a NaN of that key or its value may come through.
+  // Turns the weights in x into dS = P (Z dP - delta), where Z is the dropout factor. dx holds dP, or already dP -
+  // delta with kOwnsKeys and without kGeneral. If some key of the tile is hidden, sets dS to 0 where the weight is 0,
+  // because not even a NaN in a hidden key or its value may reach a gradient.
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
@@ -634,7 +643,8 @@ struct BackwardMma {
     });
   }
 
-  // Writes the gradient of the block's keys. Rows past the length are zeroed by the caller.
+  // Writes the gradient of the block's keys. operators/run.cpp has already set the gradients of keys beyond the length
+  // of their sequence to 0.
   __device__ __forceinline__ void write_keys(const Operand& to, int64_t cols, Sums& sum, float scale) {
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
     each_own([&](int t, int half, int i) {

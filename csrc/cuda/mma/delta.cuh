@@ -13,7 +13,7 @@ constexpr int kDeltaSteps = 4;  // rows of a thread, whose loads are all under w
 // The number of lanes that share a row of up to kDim columns. Each lane reads one vector of the row.
 template <int kDim>
 constexpr int kDeltaLanes = kDim / kVector;
-// Rows of a block.
+// The number of rows of a block.
 template <int kDim>
 constexpr int kDeltaRows = kDeltaSteps * kDeltaThreads / kDeltaLanes<kDim>;
 
@@ -22,7 +22,7 @@ __host__ __device__ int64_t delta_tasks(const BackwardParams& p) {
   return entries_of(p) * p.heads * tiles_of(p, p.queries, p.tokens, kDeltaRows<kDim>);
 }
 
-// Sums are short and always in the same order. First a lane sums eight products, then lanes add their sums in pairs.
+// Sums are short and always in the same order. First each lane sums eight products. Then lanes add their sums in pairs.
 template <class S, int kDim>
 __global__ void __launch_bounds__(kDeltaThreads) delta_mma(const __grid_constant__ BackwardParams p) {
   constexpr int kLanes = kDeltaLanes<kDim>, kRowsAtOnce = kDeltaThreads / kLanes;

@@ -1,8 +1,8 @@
 // Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256. As in
 // FlashAttention-2 (Dao, 2023), a warp owns rows, and their weights stay in registers between the two products. K and V
-// are read once per kRows rows: 128 rows, or 64 rows above head_dim 128, because registers hold no more sums. While a
-// tile of 64 keys is in use, a tile of values is copied, and the other way round. These two tiles and the rows fill
-// shared memory.
+// are read once per kRows rows. These are at most 128 rows, or 64 rows above head_dim 128, because registers hold no
+// more sums. While a tile of keys is in use, the tile of their values is copied. While the values are in use, the next
+// tile of keys is copied. The tile of keys, the tile of values and the rows fill shared memory.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -15,9 +15,10 @@ namespace attn::cuda {
 // kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // 0 means no limit of registers. On an H100 three blocks per multiprocessor are faster than two, and for few rows
-  // with head_dim 128 four blocks are faster than three, though each thread then keeps up to four addresses outside of
-  // registers.
+  // Returns the number of blocks that a multiprocessor must have registers for at a time, or 0 if the compiler chooses
+  // the number of registers. On an H100 three blocks per multiprocessor are faster than two. For few rows with head_dim
+  // 128, four blocks are faster than three, though each thread then spills up to four addresses from registers to
+  // memory.
   static constexpr int blocks_at_a_time() {
     if (kGeneral) return 0;
     if (kDim == 128 && kTiles == 1) return 4;
@@ -40,8 +41,8 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     RowTile<kRows> rows;
-    // These are read and written once per tile of keys, so registers need not keep them. In `sum` each thread sums its
-    // own columns.
+    // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. In `sum` each
+    // thread sums its own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
@@ -56,7 +57,7 @@ struct ForwardMma {
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
-  // Finds the keys that are copied next, and their values.
+  // Knows where the keys that are copied next, and their values, are stored in pages.
   std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
@@ -74,8 +75,9 @@ struct ForwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
   }
 
-  // The first function returns the first row of a warp's tile t, within the block's tile. The second function returns
-  // the row of a thread's elements 0 and 1 (half 0) or 2 and 3 (half 1) of that tile.
+  // Both functions count rows from the start of the block's tile. The first function returns the first row of a warp's
+  // tile t. The second function returns the row of a thread's elements in tile t: of elements 0 and 1 if `half` is 0,
+  // or of elements 2 and 3 if `half` is 1.
   __device__ static __forceinline__ int row(const MmaThread& thread, int t) { return 16 * (kTiles * thread.warp + t); }
   __device__ static __forceinline__ int row(const MmaThread& thread, int t, int half) {
     return row(thread, t) + thread.group + 8 * half;
@@ -171,9 +173,9 @@ struct ForwardMma {
       }
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
-      // Gradients of slopes multiply dS by distances, so they need the rounding errors of the weights too. Infinite
-      // values are left out, because they were added above, and because a rounding error of 0 times infinity would be
-      // NaN.
+      // Also adds the products of the values with the rounding errors of the weights. Gradients of slopes need these
+      // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here. They have been
+      // added above, and a rounding error of 0 times infinity would be NaN.
       if constexpr (kGeneral)
         if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
@@ -196,7 +198,7 @@ struct ForwardMma {
     commit_copies();
   }
   // Moves `key` on to the first tile that the mask does not hide entirely, which may be the tile at `key` itself. The
-  // mask of the tile at `key` has been copied before. Does not read keys and values of hidden tiles. Ends with a
+  // caller has copied the mask of the tile at `key`. Does not read keys and values of hidden tiles. Ends with a
   // barrier, after which pending copies are complete and the previous keys have been read.
   template <class M>
   __device__ __forceinline__ void find_shown(int64_t& key, int& keys) {
@@ -211,8 +213,8 @@ struct ForwardMma {
   // If there are few rows, the first warps have all rows, and further warps only copy.
   __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
 
-  // Turns products into scores if kGeneral; else weight() scales them later. Sets -inf for keys that are hidden or do
-  // not exist.
+  // With kGeneral, turns products into scores. Without kGeneral, leaves products as they are, and weight() scales them
+  // later. Sets the numbers of keys that are hidden or do not exist to -inf.
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
@@ -244,27 +246,29 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // The factor that turns a number of make_scores() into a score.
+  // The score is x * scale(), where x is a number that make_scores() leaves.
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
-  // The base-2 exponent of such a number: the number * scale * log2(e). The exponent of the maximum is rounded once.
-  // Its rounding error becomes one factor that all weights shifted by this maximum share, and their corrections too.
-  // The division by the sum of the weights removes this factor.
+  // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
+  // maximum is rounded once. Its rounding error multiplies all weights that are shifted by this maximum by the same
+  // factor, and also their corrections. The division by the sum of the weights removes this factor.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
-  // With masks of large numbers that factor would be too large, so the scores of rows with a large maximum are shifted
-  // before they are scaled.
+  // A mask of large numbers would make this factor too large. So if the maximum of a row is large, the row's scores are
+  // shifted before they are multiplied by log2(e).
   static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
 
   // Returns exp(score - maximum) for a number x of make_scores().
   __device__ __forceinline__ float weight(float x, float shift) const {
     return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
   }
-  // The factor that corrects weights which were shifted by `old`. It is 1 if the maximum is the same.
+  // Returns the factor that turns weights shifted by `old` into weights shifted by `shift`. It is 1 if `old` and
+  // `shift` are equal.
   __device__ __forceinline__ float correction(float old, float shift) const {
     return exp2_approx(exponent(old) - exponent(shift));
   }
 
-  // Turns scores into weights, all rows side by side, so that no instruction waits for the one before.
+  // Turns scores into weights. Works on all rows of a thread side by side, so that no instruction waits for the
+  // instruction before it.
   __device__ __forceinline__ void softmax(Scores& x, Output& output) {
     const MmaThread thread;
     float old[2 * kTiles], best[2 * kTiles];
@@ -330,12 +334,13 @@ struct ForwardMma {
       Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout, shared.rows, [&](int i) { return shared.head_number[i]; }, key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
-        if (!(kept[half] >> bit & 1)) weight *= 0;  // a NaN remains
+        if (!(kept[half] >> bit & 1)) weight *= 0;  // so that a NaN remains
       });
     }
   }
 
-  // Divides by the sum. A row that saw no key becomes 0, and its logsumexp becomes -inf.
+  // Divides the output by the sum of the weights and writes the results. A row that saw no key outputs 0, and its
+  // logsumexp without the sink is -inf.
   __device__ __forceinline__ void write(const Output& output) {
     __syncwarp();  // the maxima are written
     const MmaThread thread;
@@ -355,7 +360,7 @@ struct ForwardMma {
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const float best = total == 0 ? 0 : shared.maximum[i];
         const float maximum = __fmul_rn(best, scale());
-        // The rounding error of the maximum, and the logarithm of the factor that all weights share (exponent()).
+        // The rounding error of the maximum, minus the logarithm of the factor that all weights share (see exponent()).
         float maximum_low = fmaf(best, scale(), -maximum);
         if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
@@ -375,8 +380,8 @@ struct ForwardMma {
   }
 };
 
-// With kGeneral only blocks of few rows read keys in pages, because the case is rare and fewer instances compile
-// sooner. Splits have been planned before, so these smaller blocks change no bits.
+// Calls with kGeneral and pages are rare. For them there are only blocks of few rows, because fewer instances compile
+// sooner. The splits are already planned, so these smaller blocks change no bits.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   if constexpr (kPaged)

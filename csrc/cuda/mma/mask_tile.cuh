@@ -5,9 +5,10 @@
 
 namespace attn::cuda {
 
-// [kRows, kKeys] numbers of a mask that is boolean or of the type S. A warp copies a quarter of the rows. If the block
-// owns rows, a warp copies the rows of its own scores, so that no warp waits for another. kKeepsThread: whether
-// registers may keep, from one tile to the next, what is computed from a thread's number.
+// A tile of [kRows, kKeys] numbers of a mask, which is boolean or of the type S. Each warp copies a quarter of the
+// rows. If the block owns rows, each warp copies the rows of its own scores, so that no warp waits for another.
+// kKeepsThread: whether values that are computed from the thread's number may stay in registers from one tile to the
+// next.
 template <class S, int kRows, int kKeys, bool kKeepsThread>
 struct MaskTile {
   static constexpr int kWarpRows = kRows / (kMmaThreads / 32);
@@ -18,9 +19,9 @@ struct MaskTile {
   template <class Number>
   static constexpr int kRowBytes = 16 * kVectors<Number>;
 
-  // The vectors within each 128 bytes are permuted by the index of these 128 bytes, so that the lanes that read a
-  // fragment read different banks. If the distance of two vectors is a multiple of 1024 bytes, their permutation is the
-  // same.
+  // The tile consists of pieces of 128 bytes. The vectors of a piece are permuted by the index of the piece, so that
+  // the lanes that read a fragment read different banks. Pieces whose distance is a multiple of 1024 bytes have the
+  // same permutation.
   alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
@@ -37,8 +38,9 @@ struct MaskTile {
     return byte ^ byte / 128 % 8 * 16;
   }
 
-  // A lane's share of the copy. A lane copies one vector from each row of kPairs pairs of neighbouring rows, and these
-  // pairs are kStep rows apart. If there are few rows, some lanes have no share.
+  // A lane's share of the copy. A lane copies rows in pairs of neighbouring rows, one vector of each row. It has kPairs
+  // such pairs, and each pair begins kStep rows after the previous pair. If a warp has few rows, some lanes have no
+  // share.
   template <class Number>
   struct Share {
     static constexpr int kStep = 64 / kVectors<Number>;
@@ -56,7 +58,7 @@ struct MaskTile {
     __device__ __forceinline__ int first() const { return vector * kNumbers<Number>; }  // its first number, in a row
   };
 
-  // Starts to copy the mask of the tile of keys that begins with `key`. Writes zeros where the mask has no vector.
+  // Starts to copy the mask of the tile of keys that begins with `key`. Writes zeros for vectors beyond the last key.
   // from(i) returns where row i of the mask begins. After commit_copies() and wait_for_copies() a lane may read its own
   // share. After a further barrier it may read the whole tile.
   template <class Number, class From>
@@ -112,7 +114,8 @@ struct MaskTile {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // As in MmaTile::address(). The vector is n / 2. Eight rows further the permutation differs.
+          // As in MmaTile::address(), an XOR yields the address. Here it is the address of vector n / 2. If `half` is
+          // 1, the row is eight rows further on, where the permutation differs by an XOR with kKeys.
           const unsigned at = (first ^ (n / 2 * 16 | half * kKeys)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
           mask[n][half] = *reinterpret_cast<const uint16_t*>(bytes + at);
         }
@@ -138,8 +141,8 @@ struct MaskTile {
       for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // With i = 8 n + 2 `place`, rows i and i + 1 share the 128 bytes with index 4 n + `place`. If n is odd, their
-          // permutation swaps the two rows.
+          // Rows 8 n + 2 `place` and 8 n + 2 `place` + 1 are both in the piece of 128 bytes with index 4 n + `place`.
+          // If n is odd, the permutation of the piece swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
           mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;
         }

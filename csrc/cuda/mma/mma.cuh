@@ -10,8 +10,8 @@ namespace attn::cuda {
 
 constexpr int kMmaThreads = 128;  // four warps
 
-// A tile [kRows, kCols], stored row by row. The vectors of a row are permuted by the row's number, so that the eight
-// rows of a matrix that a warp reads are in different banks, and likewise the columns that a warp writes.
+// A tile [kRows, kCols], stored row by row. The vectors of a row are permuted by the row's number. So the eight rows of
+// a matrix that a warp reads are in different banks. The columns that a warp writes are in different banks, too.
 template <class S, int kRows, int kCols>
 struct MmaTile {
   static constexpr int kVectors = kCols / kVector;  // of a row
@@ -19,22 +19,25 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  // The arguments are unsigned, so that what the row number of a fragment adds becomes part of an instruction.
+  // The arguments are unsigned. The compiler can then put the part of the address that the number of a fragment
+  // contributes into the instruction as a constant.
   __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
     return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
   static constexpr unsigned kRowBytes = kCols * sizeof(S);
-  // The address of vector `first` + 2 k of a row, where `first` is 0 or 1. It differs in a few bits from the address of
-  // vector `first`, because a tile begins at a multiple of 128 bytes. So each k takes one instruction.
+  // Returns the address of vector `first` + 2 k of a row, where `first` is 0 or 1. Because a tile begins at a multiple
+  // of 128 bytes, this address differs from the address of vector `first` in a few bits only. So one instruction is
+  // enough to compute the address for each k.
   __device__ __forceinline__ SharedAddress address(unsigned row, unsigned first, unsigned k) {
     const SharedAddress of_first = shared_address(numbers) + row * kRowBytes + (first ^ row % 8) * 16;
     return (of_first ^ k % 4 * 32) + k / 4 * 128;
   }
 };
 
-// Starts to fill a tile with `rows` rows of `cols` numbers (in_vectors(), launch.h) and with zeros elsewhere. A thread
-// copies one vector of each of its rows first_row + i, where i only increases. from(first_row, i) returns where the row
-// begins. The tile is complete after commit_copies(), wait_for_copies() and a barrier.
+// Starts to fill a tile with `rows` rows of `cols` numbers, and with zeros elsewhere. The rows must be vectors
+// (in_vectors(), launch.h). A thread copies one vector of each of its rows. These are the rows first_row + i, in the
+// order of i. from(first_row, i) returns where row first_row + i begins. The tile is complete after commit_copies(),
+// wait_for_copies() and a barrier.
 template <class S, int kRows, int kCols, class From>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
   constexpr int kVectors = kCols / kVector;
@@ -45,7 +48,7 @@ __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int ro
   S* const to = tile.at(first_row, vector);
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce)
-    // If the distance of two rows is a multiple of 8, their vectors have the same permutation.
+    // If the distance of two rows is a multiple of 8, their vectors are permuted in the same way.
     copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first,
                i < left);
 }
@@ -55,25 +58,26 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
-// Row i begins i * stride numbers behind `data`. The steps between a thread's rows are the same for all threads.
+// Row i begins i * stride numbers behind `data`. The distance from a thread's first row to its row i, i * stride, is
+// the same for all threads.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           int64_t stride) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
 }
 
-// Where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the same rows
-// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They need no
-// shared memory either, and with large heads none is left.
+// Finds out where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the
+// same rows (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They
+// need no shared memory either, and with large heads none is left.
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
-  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first thread that knows them
+  static constexpr int kOfKeys = 0, kOfValues = kKeys / kRowsAtOnce;  // the first thread that knows their offsets
   static_assert(2 * kOfValues <= kVectors && kVectors <= 32);
 
   int64_t offset = 0;  // of this thread's row, from the start of the head
 
-  // Looks rows up for the tile that begins with `key`. The table is read only for keys before last_key.
+  // Looks up the rows of the tile that begins with `key`. Reads the table of pages only for keys before last_key.
   __device__ __forceinline__ void find(const Problem& p, int64_t n, int64_t key, int64_t last_key) {
     const int thread = thread_index(), number = thread % kVectors;
     key += thread / kVectors + number % kOfValues * kRowsAtOnce;
@@ -90,7 +94,7 @@ struct PagedRows {
   }
 };
 
-// Which elements of fragments a thread holds, see ptx.cuh.
+// Says which elements of fragments a thread holds (see ptx.cuh).
 struct MmaThread {
   int warp, lane, group, place;
 
@@ -101,13 +105,14 @@ struct MmaThread {
     group = lane / 4;
     place = lane % 4;
   }
-  // The column of elements 0 and 2 of fragment n in a row of fragments. Elements 1 and 3 are one column further.
+  // Returns the column of the thread's elements 0 and 2 of fragment n, if fragments lie side by side. Elements 1 and 3
+  // are one column further.
   __device__ __forceinline__ int col(int n) const { return 8 * n + 2 * place; }
 };
 
-// The four lanes of a row exchange words: word i of lane `place` becomes word `place` of lane i. The words are a 4 x 4
-// matrix. Step 1 swaps the two words off the diagonal in each of its 2 x 2 blocks. Step 2 swaps the two 2 x 2 blocks
-// off the diagonal of the matrix.
+// Transposes the 4 x 4 matrix of the words that the four lanes of a row hold: word i of lane `place` becomes word
+// `place` of lane i. Step 1 swaps the two words off the diagonal in each 2 x 2 block of the matrix. Step 2 swaps the
+// two blocks off the diagonal of the matrix.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2)
@@ -124,8 +129,8 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4], int place) {
 __device__ __forceinline__ bool takes_vectors(const Problem& p, const Operand& to, int64_t cols) {
   return to.dtype != DType::f32 && in_vectors(p, to, cols);
 }
-// Writes a row, if it exists (`there`). A lane has two columns of fragment n, and value(n, c) is its number in column c
-// of these two. Called by all lanes of a warp.
+// Writes a row, if it exists (`there`). A lane holds two neighbouring columns of fragment n. value(n, c) returns the
+// lane's number in the first of these columns (c = 0) or in the second (c = 1). Called by all lanes of a warp.
 template <class S, int kFragments, class Value>
 __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, int64_t cols, bool there, Value value) {
   const MmaThread thread;
@@ -140,15 +145,15 @@ __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, i
   }
 }
 
-// Reads a warp's A [16 x 16]: rows from `row` + `further`, columns from 16 k. `further` is a multiple of 8 that the
-// compiler knows, so it becomes part of the instruction.
+// Reads an A [16 x 16] for a warp, which begins at row `row` + `further` and column 16 * k of the tile. `further` is a
+// multiple of 8 that the compiler knows, so the compiler puts it into the instruction as a constant.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
                                        int k) {
   load_matrices(a, tile.address(row + lane % 16, lane / 16, k) + further * tile.kRowBytes);
 }
 
-// x[t] += A_t B^T, where A_t is the 16 rows of `a_rows` from `row` + 16 t on, and B is all rows of `b_rows`.
+// x[t] += A_t B^T, where A_t are the 16 rows of `a_rows` from row `row` + 16 t on, and B are all rows of `b_rows`.
 template <int kTiles, class S, int kRows, int kOthers, int kDim>
 __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, kRows, kDim>& a_rows, int row,
                                          MmaTile<S, kOthers, kDim>& b_rows) {
@@ -171,7 +176,7 @@ __device__ __forceinline__ void add_dots(float (*x)[kOthers / 8][4], MmaTile<S, 
   }
 }
 
-// Two numbers of a factor, with 0 in place of infinities and NaNs.
+// Returns two numbers of a factor, with 0 in place of infinities and NaNs.
 template <class S>
 __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   constexpr uint32_t kExponent = std::is_same_v<S, Half> ? 0x7c00 : 0x7f80;
@@ -180,8 +185,9 @@ __device__ __forceinline__ uint32_t make_finite(uint32_t two) {
   return low | high;
 }
 
-// sum[t] += X_t B, where B is all rows of `others`. weight(t, n, half, c) returns a number of X_t in its fragments,
-// which is rounded to S here. Two fragments C [16 x 8] together have the layout of an A [16 x 16].
+// sum[t] += X_t B, where B are all rows of `others`. X_t consists of fragments C [16 x 8], and weight(t, n, half, c)
+// returns element 2 half + c of fragment n. add_weighted() rounds this number to S. Two fragments C [16 x 8] together
+// have the layout of an A [16 x 16].
 template <int kTiles, Factor kFactor, class S, int kOthers, int kDim, class Weight>
 __device__ __forceinline__ void add_weighted(float (*sum)[kDim / 8][4], MmaTile<S, kOthers, kDim>& others,
                                              Weight weight) {

@@ -1,5 +1,5 @@
-// Scores (score.h) in the fragments of tensor cores, for forward and backward: cap and ALiBi, the mask, hidden keys,
-// and which weights dropout keeps.
+// Turns products in the fragments of tensor cores into scores (score.h), for the forward and the backward. Applies the
+// cap, ALiBi and the mask, and hides keys. Also finds out which weights dropout keeps.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// The bytes of a number of the mask, which is boolean or has 16 bits.
+// How many bytes one number of the mask has. The mask is boolean or of 16-bit numbers.
 __device__ __forceinline__ int mask_number_bytes(const Problem& p) { return p.mask.dtype == DType::boolean ? 1 : 2; }
 
 // Calls f.template operator()<Number>(): uint8_t for a boolean mask, else uint16_t.
@@ -21,16 +21,16 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
     f.template operator()<uint16_t>();
 }
 
-// A word of a mask's numbers that hides all keys of the word. All its numbers are false in a boolean mask, or -inf in a
-// mask of type S.
+// A 32-bit word of a mask that hides all keys for which it has numbers. These numbers are false in a boolean mask, or
+// -inf in a mask of type S.
 template <class S, class Number>
 constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
 
-// Whether products become scores by ScoresMma::add_terms() before the mask is added.
+// Whether ScoresMma::add_terms() turns products into scores before the mask is added.
 __device__ __forceinline__ bool has_terms(const Problem& p) { return p.softcap > 0 || p.alibi_slopes; }
 
 // The scores of a warp: 16 rows by 8 kFragments keys. With kOwnsKeys they are 16 keys by 8 kFragments rows. The 16 rows
-// or keys begin at number `own` of the block's tile. S: the type of query and key, and of a mask that is not
+// or keys begin at row or key `own` of the block's tile. S: the type of query and key, and of a mask that is not
 // boolean.
 template <class S, int kFragments, bool kOwnsKeys>
 struct ScoresMma {
@@ -39,7 +39,8 @@ struct ScoresMma {
 
   // The score that belongs to a bit of kept[half].
   static __device__ __forceinline__ float& at(Scores& x, int half, int bit) { return x[bit / 2][2 * half + bit % 2]; }
-  // Calls f(score, row, key, half, bit of Kept); row and key count within the block's tiles.
+  // Calls f(score, row, key, half, bit of Kept) for each score of the thread. `row` and `key` count from the start of
+  // the block's tiles.
   template <class F>
   static __device__ __forceinline__ void each(Scores& x, int own, F f) {
     const MmaThread thread;
@@ -55,8 +56,8 @@ struct ScoresMma {
   }
 
   // Turns products into scores without the mask: scales them, caps them and adds ALiBi. If there is a cap, calls
-  // on_cap(y, half, bit of Kept), where y is SoftCap's argument. ahead(i): the position of row i minus the tile's first
-  // key. steepness(i): the slope of row i's head.
+  // on_cap(y, half, bit of Kept), where y is the argument of SoftCap's functions. ahead(i) returns the position of row
+  // i minus the tile's first key. steepness(i) returns the slope of row i's head.
   template <class OnCap, class Ahead, class Steepness>
   static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
                                                    Steepness steepness) {
@@ -75,7 +76,8 @@ struct ScoresMma {
       });
   }
 
-  // The mask's numbers for the scores. Each word holds two neighbours as they are stored.
+  // The mask's numbers for the scores. Each word holds the mask's numbers for two neighbouring scores, in the mask's
+  // dtype.
   using Mask = uint32_t[kFragments][2];
 
   // Whether all products of the warp's kTiles tiles from x on are finite. They are not if a query or key holds a NaN or
@@ -95,11 +97,11 @@ struct ScoresMma {
     return __all_sync(~0u, total * 0 == 0);
   }
 
-  // How a mask is added: to_finite needs products that are all finite. to_any takes any products, but takes longer.
-  // `Number`: see with_mask_number().
+  // How a mask is added. `boolean` is for boolean masks. `to_finite` needs products that are all finite. `to_any` takes
+  // any products, but takes longer.
   enum class Add { boolean, to_finite, to_any };
-  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite, and is called only if that
-  // matters.
+  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite. It is called only if the mask
+  // is not boolean. Number: see with_mask_number().
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)
@@ -109,7 +111,8 @@ struct ScoresMma {
     else
       f.template operator()<Add::to_any>();
   }
-  // Turns products into scores with the mask. `slope` is 1 if add_terms() has turned them into scores before.
+  // Turns products into scores and adds the mask to them. If add_terms() has already turned the products into scores,
+  // `slope` is 1.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
     each(x, 0, [&](float& score, int, int, int half, int bit) {
@@ -123,8 +126,8 @@ struct ScoresMma {
     });
   }
 
-  // Sets a score to -inf if its row does not see its key. The keys begin with `key`. With kOwnsKeys also hides rows
-  // from `count` on, because they must add nothing to sums over rows. Called by all lanes.
+  // Sets a score to -inf if its row does not see its key. The tile's first key is `key`. With kOwnsKeys also sets the
+  // scores of rows from `count` on to -inf, because these rows must add nothing to sums over rows. Called by all lanes.
   template <class Rows>
   static __device__ __forceinline__ void hide_keys(Scores& x, int own, const Sequence& s, const Rows& rows, int count,
                                                    int64_t key) {
@@ -150,16 +153,18 @@ struct ScoresMma {
     }
   }
 
-  // Sets in `kept` which weights dropout keeps. `head_number(i)`: the number of row i's head in dropout's counters.
-  // kAtOnce: how many counters are computed side by side, which takes registers. It is 1 where registers are fewest.
+  // Sets the bits of `kept` that belong to weights which dropout keeps. head_number(i) returns the number of row i's
+  // head in dropout's counters. kAtOnce: how many counters are computed side by side. More counters take more
+  // registers, so kAtOnce is 1 where registers are fewest.
   template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
-      // One counter of dropout has the random numbers of four keys. Four lanes hold these keys: lanes of neighbouring
-      // groups, with the same place. Each lane computes one counter, and shuffles give its bits to the other three.
+      // One counter of dropout yields the random numbers of four keys. Four lanes hold these keys. They have the same
+      // place, and their groups are neighbours. Each lane computes one counter, and shuffles bring the counter's bits
+      // to the other three lanes.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
 #pragma unroll kAtOnce
@@ -177,8 +182,8 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Two neighbouring lanes hold the columns of one counter. Each of the two computes the counters of every other
-        // fragment.
+        // Two neighbouring lanes hold the columns of one counter. One of the two lanes computes the counters of
+        // fragments with an even number, and the other computes those of fragments with an odd number.
 #pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;

@@ -1,4 +1,4 @@
-// Numbers of any dtype as T, the type a kernel computes in.
+// Reads and writes numbers of every dtype. A kernel computes with them in the type T.
 #pragma once
 
 #include "cuda/shared/ptx.cuh"
@@ -14,10 +14,11 @@ __device__ __forceinline__ T infinity() {
   return static_cast<T>(HUGE_VALF);
 }
 
-// The larger number, or NaN if one is NaN. For float there is an instruction (ptx.cuh).
+// Returns the larger number, or NaN if one of them is NaN. For float, ptx.cuh has a function of the same name, because
+// float has an instruction for it.
 __device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
 
-// 16 bytes, moved at once.
+// 16 bytes that one instruction loads or stores.
 template <class T>
 struct alignas(16) Vec16 {
   static constexpr int kSize = 16 / sizeof(T);
@@ -34,12 +35,12 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
   }
 }
 
-// How the factor of a weight is read: `finite` replaces infinities and NaNs by 0.
+// How kernels read the factor by which they multiply a weight or dS. `finite` reads 0 in place of infinities and NaNs.
 enum class Factor { as_it_is, finite };
 
-// Calls f.template operator()<N>(), where N is the type of the operand's numbers as a kernel loads them. Kernels that
-// compute in double load no 16-bit numbers. Put loops into f, because behind a branch each load would wait for the load
-// before it.
+// Calls f.template operator()<N>(), where N is the type in which a kernel loads the operand's numbers. Kernels that
+// compute in double load no 16-bit numbers. Put loops into f. If a loop branched on the dtype for each number, each
+// load would wait for the load before it.
 template <class T, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
   if (x.dtype == DType::f32)
@@ -57,7 +58,8 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
-// The value of a number that was loaded as N. If N is boolean, returns what the mask adds to the score.
+// Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask. Then returns what
+// this mask adds to the score.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)
@@ -81,15 +83,15 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
   return value;
 }
 
-// Turns a product into a score and adds the mask. If the mask is -inf, the result is selected, not computed. The score
-// is rounded once, so that forward and derivatives have the same bits, because one unit in the last place of a score
-// may be large.
+// Turns a product into a score and adds the mask. Where the mask is -inf, the result is -inf even if the product is
+// NaN. The score is rounded once, in fma(). So the forward and the derivatives compute scores with the same bits. They
+// must, because one unit in the last place of a large score changes its weight a lot.
 template <class T>
 __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);
 }
 
-// Writes x, rounded to the dtype, as number `index` of an operand; returns what is stored.
+// Rounds x to the dtype of an operand and stores it there as number `index`. Returns the rounded number.
 template <class T>
 __device__ __forceinline__ T store_rounded(const Operand& to, int64_t index, T x) {
   if constexpr (sizeof(T) == 8) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ T store_rounded(const Operand& to, int64_t index, T x
     return to_float(static_cast<Half*>(to.data)[index] = from_float<Half>(x));
   }
 }
-// Does the same, and writes the rounding error of x to `rest`, if `rest` has data.
+// Does the same. Also writes the rounding error of x to `rest`, if `rest` has data.
 template <class T>
 __device__ __forceinline__ void store_exactly(const Operand& to, int64_t index, const Operand& rest, int64_t rest_index,
                                               T x) {

@@ -1,4 +1,4 @@
-// Wraps each instruction that C++ cannot express in a function. No other file of the kernels has inline PTX. So
+// Has one function for each instruction that C++ cannot express. No other file of the kernels has inline PTX. So
 // tests/stand_in replaces only this header and cuda_runtime.h to run the kernels on a CPU.
 #pragma once
 
@@ -23,21 +23,22 @@ __device__ __forceinline__ unsigned char* shared_memory() {
   return attn_shared_memory;
 }
 
-// Reads threadIdx.x again, so that what one phase of a kernel computes from it takes no registers during other phases.
+// Reads threadIdx.x anew at each call. So values that one phase of a kernel derives from the thread's number take no
+// registers during other phases.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
-// An address in shared memory, as load_matrices() takes it. It is a number, so that tiles can compute one address from
-// another.
+// An address in shared memory, in the form that load_matrices() takes. It is an integer, so that tiles can compute one
+// address from another by an XOR.
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// --- conversions, to nearest even; infinite where too large ---
+// --- conversions: they round to nearest even, and numbers that are too large become infinite ---
 
 __device__ __forceinline__ float to_float(Half x) {
   float y;
@@ -56,7 +57,7 @@ __device__ __forceinline__ S from_float(float x) {
   return y;
 }
 
-// Two numbers in a register, the first in the low half.
+// Rounds two numbers to S and packs them into one register, the first number into the low half.
 template <class S>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   uint32_t y;
@@ -67,14 +68,14 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return y;
 }
 
-// The larger number, or NaN if one is NaN.
+// Returns the larger number, or NaN if one of them is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
-// 2^x, to 2 ulp; 0 for -inf.
+// Returns 2^x with an error of at most 2 units in the last place. Returns 0 for -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -82,22 +83,25 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // --- tensor cores ---
-// Lane l of a warp has group l / 4 and place l % 4. The list gives (row, column) of the lane's numbers in each
-// fragment. A register of A or B holds two neighbours:
+// Lane l of a warp has group l / 4 and place l % 4. The list gives the (row, column) of the lane's numbers in each
+// fragment. A register of A or B holds two numbers. One is at the listed place. The other is next to it, in the next
+// column of A or in the next row of B:
 //   A [16 x 16]: a[0] (group, 2 place),     a[1] (group + 8, 2 place),
 //                a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
-//   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group), pairs along the rows
-//   C [16 x 8], float: c[0], c[1] (group, 2 place + 0, 1), c[2], c[3] (group + 8, 2 place + 0, 1)
+//   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group)
+//   C [16 x 8], float: c[0] (group, 2 place),     c[1] (group, 2 place + 1),
+//                      c[2] (group + 8, 2 place), c[3] (group + 8, 2 place + 1)
 
 // Loads four 8 x 8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l / 8. A row is 16
-// bytes. Lane l receives in r[m] the numbers (l / 4, 2 (l % 4) + 0, 1) of matrix m.
+// bytes. Lane l receives two numbers of matrix m in r[m]. They are in row l / 4 and in columns 2 (l % 4) and 2 (l % 4)
+// + 1.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row)
                : "memory");
 }
-// The same for the transposed matrices.
+// Does the same with each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -124,8 +128,9 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 
 // --- asynchronous copies ---
 
-// Copies 16 bytes from global to shared memory; if not `there`, writes zeros and reads nothing. Both addresses are
-// multiples of 16. What was copied may be read after commit_copies(), wait_for_copies() and a barrier.
+// Starts to copy 16 bytes from global to shared memory. If `there` is false, writes zeros and reads nothing. Both
+// addresses must be multiples of 16. This thread may read the copy after commit_copies() and wait_for_copies(). Other
+// threads may read it after a further barrier.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile(
       "{ .reg .pred absent; setp.eq.u32 absent, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, absent; }" ::"r"(
@@ -133,7 +138,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool ther
       "l"(from), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
-// Makes one group of all copies of this thread since the last call.
+// Makes one group of all copies that this thread has started since its last call.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most the latest `kLeft` groups of this thread are still under way.
 template <int kLeft>

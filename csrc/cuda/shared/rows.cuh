@@ -1,4 +1,4 @@
-// Which rows a block of threads works on, and where they are stored.
+// Says which rows and keys a block of threads works on, and where they are stored.
 #pragma once
 
 #include "cuda/shared/numbers.cuh"
@@ -6,7 +6,7 @@
 
 namespace attn::cuda {
 
-// Where a head of a batch entry begins; its numbers have the type S.
+// Returns the address at which a head of a batch entry begins. Its numbers have the type S.
 template <class S>
 __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, int64_t n, int64_t head) {
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
@@ -15,16 +15,18 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
 // These functions count the blocks of a kernel. Each block owns a tile: up to `most` rows of a group of heads, or up to
 // `most` keys of one of `heads` heads. A block that finds no tile ends without reading or writing.
 //
-// In its group's list of rows, a head of a packed sequence has as many rows as the sequence has queries. So tiles of
-// rows and keys are cut as in a call with this sequence alone. The bits of its results also depend on the size of tiles
-// of rows and on the splits of the keys. Both are planned from the largest numbers of queries and keys, the number of
-// sequences and the device.
+// The rows of a group of heads form a list. In this list, a head of a packed sequence has as many rows as the sequence
+// has queries. So the rows and keys of a sequence are cut into the same tiles as in a call with this sequence alone.
+// The bits of the sequence's results also depend on how many rows a tile has and on the splits of the keys.
+// plan_forward() and plan_stats() derive both from the largest numbers of queries and keys, the number of sequences and
+// the device.
 //
-// The host knows the sum of the lengths of packed sequences and the longest length, but not each length. So a block has
-// the number of a place, and finds out which tile is at that place. Places are numbered in one of two ways, whichever
-// needs fewer places (are_alike). In the first way each sequence has as many places as the longest sequence has tiles.
-// In the second way each sequence has as many places as it has tiles, or one more: sequence s, which begins with row or
-// key `start`, has its first place at start / most + s.
+// The host knows the sum of the lengths of packed sequences and the longest length, but not each length. So a block is
+// given the number of a place, which holds one tile or none. The block finds out which tile is at its place. There are
+// two ways to number places, and the one that needs fewer places is taken (are_alike()). In the first way each sequence
+// has as many places as the longest sequence has tiles. In the second way the first place of sequence s is start / most
+// + s, where `start` is the number of the sequence's first row or key. So a sequence has as many places as it has
+// tiles, or one more.
 ATTN_INLINE constexpr int64_t places_by_length(const Problem& p, int64_t of_all, int64_t most) {
   return of_all / most + p.sequences;
 }
@@ -35,8 +37,9 @@ ATTN_INLINE constexpr int64_t tiles_of(const Problem& p, int64_t of_longest, int
   if (p.sequences > 0 && !are_alike(p, of_longest, of_all, most)) return places_by_length(p, of_all, most);
   return larger(1, p.sequences) * divide_up(of_longest, most);
 }
-// Whether no tile has rows of two heads, in a sequence of `queries` rows. In a window the last rows of a head and the
-// first rows of the next head see keys far apart. A tile with both would pass over all keys in between.
+// Whether each tile has rows of one head only, in a sequence of `queries` queries. In a sliding window, the keys that
+// the last rows of a head see are far from the keys that the first rows of the next head see. A tile with rows of both
+// heads would pass over all keys in between.
 ATTN_INLINE constexpr bool heads_apart(const Problem& p, int64_t queries, int64_t most) {
   return p.group > 1 && most_keys(p, most) < smaller(queries, p.keys);
 }
@@ -47,7 +50,8 @@ ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
 }
-// The number of batch entries, where packed sequences that share places count as one entry.
+// The number of batch entries. Here `sequences` packed sequences count as one entry, because one numbering of places
+// covers all of them.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
@@ -56,14 +60,14 @@ ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, in
   return entries_of(p) * heads * tiles_of_keys(p, most);
 }
 
-// A tile of a list of rows, or of the keys of a head. `number` says which tile of the list it is.
+// A tile of a list of rows, or of a list of the keys of a head. `number` is the tile's index in its list.
 struct Tile {
   int64_t n;  // the batch entry
   int64_t number;
 
-  // Returns the tile at `place` of an entry (entries_of). `starts` holds the first token of each packed sequence. The
-  // sequences of an entry have `tokens` tokens together, the longest sequence has `longest` tokens, and each token is
-  // `of_token` rows or keys. The tile's number is less than 0 if sequences are not in order.
+  // Returns the tile at `place` of an entry (entries_of()). `starts` holds the first token of each packed sequence. All
+  // sequences of an entry together have `tokens` tokens, and the longest sequence has `longest` tokens. A token counts
+  // as `of_token` rows or keys. The tile's number may be less than 0 if `starts` is not in ascending order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
@@ -80,8 +84,8 @@ struct Tile {
     }
     return {entry * p.sequences + sequence, place - first_place(sequence)};
   }
-  // Where the tile begins in a list of `count` rows or keys. The result is `count` or more if the tile is beyond the
-  // end.
+  // Returns where the tile begins in a list of `count` rows or keys. The result is `count` or more if the tile is
+  // beyond the end.
   __device__ __forceinline__ int64_t first(int64_t count, int64_t most) const {
     return number < 0 ? count : number * most;
   }
@@ -93,7 +97,8 @@ struct RowTile {
   int64_t head[kRows];
   int64_t position[kRows];
 
-  // Sets row i, of `count` rows from `first` on. One thread per row calls it; a barrier follows.
+  // Sets row i of a tile that has `count` rows, from `first` on. One thread per row calls this function, and a barrier
+  // must follow.
   __device__ __forceinline__ void set(int i, const Sequence& s, Row first, int count) {
     set(i, row_after(s.queries, first, last_repeated(i, count)));
   }
@@ -101,14 +106,14 @@ struct RowTile {
     head[i] = row.head;
     position[i] = row.position;
   }
-  // Rows past the end repeat the last row and are never written.
+  // A tile's rows from `count` on repeat its last row. Kernels never write the results of these repetitions.
   static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
 
   // Returns where row i begins within its batch entry, in elements.
   __device__ __forceinline__ int64_t offset(const Operand& x, int i) const {
     return head[i] * x.head + position[i] * x.row;
   }
-  // Row i of batch entry n, and the number of that row.
+  // at() returns row i, which is a row of batch entry n. number() returns the number of this row among all rows.
   __device__ __forceinline__ Row at(int64_t n, int i) const { return {n, head[i], position[i]}; }
   __device__ __forceinline__ int64_t number(const Problem& p, int64_t n, int i) const {
     return row_number(p, n, head[i], position[i]);
@@ -122,9 +127,9 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// Returns the number of rows, rounded down to whole tiles, from a row at `position` to the next row whose position is
-// in `seen`. The range `seen` is not empty. Returns `left`, the number of rows left in the list of heads, if there is
-// no such row.
+// Returns how far it is from a row at `position` to the next row whose position is in `seen`, in rows and rounded down
+// to whole tiles. The range `seen` must not be empty. If the list of rows has no such row, returns `left`, the number
+// of rows that are left in the list.
 __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
                                               int64_t tile) {
   if (position < seen.last) return larger(0, seen.first - position) / tile * tile;
@@ -132,7 +137,8 @@ __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int6
   return of_next_head < left ? of_next_head / tile * tile : left;
 }
 
-// The part of a range of keys in the tile that begins with `key`. Keys are counted from the start of the tile.
+// The part of a range of keys that lies in the tile which begins with `key`. Keys are counted from the start of the
+// tile.
 struct TileRange {
   int first;
   unsigned count;
@@ -142,7 +148,7 @@ struct TileRange {
     count = static_cast<unsigned>(larger(first, smaller(keys.last - key, kMostKeys)) - first);
   }
   __device__ __forceinline__ bool contains(int j) const { return static_cast<unsigned>(j - first) < count; }
-  // The range of another lane of the warp. Called by all lanes.
+  // Returns the range that another lane of the warp holds. Called by all lanes.
   __device__ __forceinline__ TileRange of_lane(int lane) const {
     TileRange other = *this;
     other.first = __shfl_sync(~0u, first, lane);
@@ -154,8 +160,9 @@ struct TileRange {
   static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
 };
 
-// One block's share of the problem, in shared memory, so that one thread computes it and no register keeps it. Blocks
-// that read the same keys are neighbours. Under causality the blocks that read most keys come first.
+// One block's share of the problem. It is in shared memory, so that one thread can compute it for the block, and it
+// takes no registers. Blocks that read the same keys have neighbouring numbers. Under causality the blocks that read
+// the most keys come first.
 struct Task {
   Sequence sequence;   // of the batch entry
   int64_t n;           // the batch entry
@@ -168,8 +175,8 @@ struct Task {
   Range positions;              // contains the positions of the tile's rows
   Range seen_by_all;            // the keys that every row sees
 
-  // Sets up to `most` rows, from `first` on, of the list that begins with `head`. Called by one thread, followed by a
-  // barrier.
+  // Gives the task up to `most` rows, from row `first` on, of the list of rows that begins with `head`. Called by one
+  // thread, followed by a barrier.
   __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t most) {
     n = batch_entry;
     sequence = sequence_of(p, n);
@@ -183,13 +190,13 @@ struct Task {
     seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
                          visible_keys(sequence, {positions.last - 1, positions.last}));
   }
-  // Says whether every row sees all `count` keys from `key` on, apart from the mask.
+  // Says whether every row sees all `count` keys from `key` on, unless the mask hides them.
   __device__ __forceinline__ bool all_visible(int64_t key, int count) const {
     return seen_by_all.first <= key && key + count <= seen_by_all.last;
   }
   // The number of rows in the list of a group of heads, in this batch entry.
   __device__ __forceinline__ int64_t rows_of_group(const Problem& p) const { return p.group * sequence.queries; }
-  // The first of the rows.
+  // The task's first row.
   __device__ __forceinline__ Row row_at() const { return row_after(sequence.queries, {n, first_head, 0}, first_row); }
 
   // Sets all members for block `number` of a kernel. The block owns up to `most` rows. It passes over the keys that
@@ -224,8 +231,9 @@ struct Task {
     first_key = keys.first;
     last_key = keys.last;
   }
-  // Sets batch entry and keys for block `number`, which owns up to `most` keys of one of `heads` heads; returns that
-  // head. set_rows() sets the rows afterwards, tile by tile. Called by one thread, followed by a barrier.
+  // Sets the batch entry and the keys for block `number`, which owns up to `most` keys of one of `heads` heads. Returns
+  // this head. Sets no rows, because the kernel passes over them tile by tile. Called by one thread, followed by a
+  // barrier.
   __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
     const int64_t places = tiles_of_keys(p, most), head = number / places;
     const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, p.keys, p.key_tokens, 1, most);

@@ -1,17 +1,18 @@
-// The statistics of a row, and which of its weights dropout keeps.
+// Computes and writes the statistics of rows. Also decides which weights dropout keeps.
 #pragma once
 
 #include "cuda/shared/rows.cuh"
 
 namespace attn::cuda {
 
-// The logsumexp of a row, or its derivative along a direction, as it is stored (params.h).
+// The logsumexp of a row, or its derivative along a direction, in the form in which memory holds it (params.h): as the
+// sum of two numbers.
 template <class T>
 struct alignas(8) Pair {
   T high, low;
 };
 
-// The rounding error of sum = a + b: Knuth's two-sum.
+// Returns the rounding error of sum = a + b (Knuth's two-sum).
 template <class T>
 __device__ __forceinline__ T rounded_off(T a, T b, T sum) {
   const T of_b = sum - a;
@@ -52,16 +53,16 @@ __device__ __forceinline__ T sink_of(const Problem& p, const Row& row) {
   return p.sinks ? static_cast<const T*>(p.sinks)[head_number(p, row)] : -infinity<T>();
 }
 
-// What is subtracted from scores before exp(). It is 0 for a row without any key so far, whose weights are then
-// exp(-inf - 0) = 0.
+// Returns the number that is subtracted from a row's scores before exp(). It is 0 for a row that has seen no key so
+// far. The weights of this row are then exp(-inf - 0) = 0.
 template <class T>
 __device__ __forceinline__ T shift_of(T maximum) {
   return maximum == -infinity<T>() ? static_cast<T>(0) : maximum;
 }
 
 // Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
-// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times that share, which is
-// NaN if the sink is NaN.
+// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times this share, and so
+// outputs NaN if the sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.sinks) return 1;
@@ -73,7 +74,8 @@ __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumex
   return sum == 0 ? 0 : of_keys / sum;
 }
 
-// Writes the statistics that the caller wants of a row whose splits have been merged. The logsumexp includes the sink.
+// Writes those statistics of a row that the call asks for. The row's splits have already been merged, and the logsumexp
+// includes the sink.
 template <class T>
 __device__ inline void write_statistics(const ForwardParams& p, const Row& row, Pair<T> logsumexp, T max_score) {
   const int64_t r = row_number(p, row.n, row.head, row.position);
@@ -131,7 +133,7 @@ struct Dropout {
   }
 };
 
-// Where a row of the output goes: the output itself and its residual, or this split's partial output.
+// Says where a row of the output is written: to the output itself and its residual, or to this split's partial output.
 template <class T>
 struct OutputRow {
   const ForwardParams& p;
@@ -163,11 +165,13 @@ struct OutputRow {
   }
 };
 
-// Writes delta of a row, <G, O> - g, where g is the gradient of its logsumexp. Delta is stored as two numbers, because
-// for a row with one key Z dP - delta must be exactly g. Also writes the two gradients that follow from delta. The
-// gradient of the sink is dsink = -Psink delta. The gradient of a number added to all scores of the row is sum_j dS_ij
-// = g - dsink. For SecondParams also writes tdelta = <G, tO>, and writes the derivatives of the two gradients in their
-// place, with tPsink = Psink (tsink - c).
+// Writes delta of a row, <G, O> - g, where g is the gradient of the row's logsumexp. If there is such a gradient,
+// stores delta as two numbers, because Z dP - delta must be exactly g for a row with one key (Z: the dropout factor,
+// see cpu/kernels/backward.inl). Also writes two gradients that follow from delta. The gradient of the sink is dsink =
+// -Psink delta, where Psink is the sink's weight. The gradient of a number that is added to all scores of the row is
+// sum_j dS_ij = g - dsink. For SecondParams also writes tdelta = <G, tO>. Then writes the derivatives of these two
+// gradients instead of the gradients. They follow from tPsink = Psink (tsink - c), where c is the derivative of the
+// logsumexp.
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };

@@ -1,12 +1,14 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
 // refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and their names are as in cpu/kernels/backward.inl. Every block computes the scores that it needs again. It
-// computes weights from these scores and the saved logsumexp. A block owns a part of one gradient and sums it in a
-// fixed order, so that equal calls give equal bits:
+// and their names are as in cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From these
+// scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part in a
+// fixed order, so that equal calls give equal bits. The part consists of:
 //
-//   dQ  64 queries, over all keys                  dK, dV  64 keys, over all queries of all heads that read them
-//   dM  64 x 64 of the mask, or 64 numbers of its only row, over all heads, batch entries and rows that share them
-//   and for the slopes a number of each row, -sum_j dS_ij |p - j|: 64 queries, over all keys
+//   dQ      64 queries, summed over all keys
+//   dK, dV  64 keys, summed over all queries of all heads that read them
+//   dM      64 x 64 numbers of the mask, or 64 numbers of its only row, summed over all heads, batch entries and rows
+//           that share them
+//   slopes  one number for each of 64 queries i, -sum_j dS_ij |p - j|, summed over all keys j (p: the query's position)
 #pragma once
 
 #include <type_traits>
@@ -17,7 +19,8 @@ namespace attn::cuda {
 
 enum class Gradient { query, key, value, mask, slopes };
 
-// The number of blocks that compute kCols columns of a gradient, and the number of columns that the gradient has.
+// gradient_tasks() returns how many blocks compute kCols columns of a gradient. gradient_cols() returns how many
+// columns the gradient has.
 template <Gradient kOf, class Params>
 ATTN_INLINE constexpr int64_t gradient_tasks(const Params& p) {
   if (kOf == Gradient::mask) return p.mask_tasks();
@@ -98,7 +101,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
   // The mask and ALiBi are added after the cap, so the gradients of masks and slopes need dS. dQ and dK need dZ = dS
-  // cap'.
+  // cap', the gradient of z, which is the scaled product before the cap.
   static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
@@ -115,7 +118,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     Pair<T> logsumexp;  // r and c - r, see cpu/kernels/tangent.inl
     T delta;
 
-    // The derivative of a score minus the derivative of the logsumexp.
+    // Returns the derivative of a score minus the derivative of the logsumexp.
     __device__ __forceinline__ T centred(T tangent) const { return (tangent - logsumexp.high) - logsumexp.low; }
   };
   // Further shared memory, which second derivatives need.
@@ -123,9 +126,10 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     alignas(16) T rest[kSimtTile * kSimtStride<T>];
     TangentStatistics row[kSimtTile];
   };
-  // The progress of a block that sums over rows. The block is at the tile that begins with `row` in [first_row,
-  // last_row), in turn number `turn` of `turns`. There is one turn for each group of heads or sharer of a mask. Shared
-  // memory holds this struct, because no registers are left.
+  // The progress of a block that sums over rows. In each of `turns` turns the block passes over the rows from first_row
+  // to last_row - 1. It is in turn `turn`, at the tile that begins with `row`. For dK and dV there is one turn for each
+  // group of heads that reads the keys. For dM there is one turn for each batch entry and head that share this part of
+  // the mask. Shared memory holds this struct, because no registers are left.
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
@@ -144,7 +148,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
 
   __device__ GradientSimt(const Params& p, Shared& shared) : Base(p, shared), shared(shared) {}
 
-  // Reads what is saved of row r, which is row i of the tile.
+  // Reads the saved numbers of row r, which is row i of the tile.
   __device__ __forceinline__ void read_row(int i, int64_t r) {
     const T* const delta = static_cast<const T*>(p.delta) + r;
     shared.row[i] = {SavedRow<T>::read(p.logsumexp, r), *delta, p.grad_logsumexp ? delta[number_of_rows(p)] : 0};
@@ -152,7 +156,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
   }
-  // Sets the rows of the tile at which the loop is, in the list that begins with `head`.
+  // Sets the rows of the loop's present tile, in the list of rows that begins with `head`.
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head) {
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
@@ -162,8 +166,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     shared.loop = {first < last ? turns : 0, first, last, 0, first};
     skip_rows();
   }
-  // Goes on to the next rows that may see some of the block's keys. All threads have read the previous place by then,
-  // because go_to_rows() has barriers.
+  // Goes on to the next rows that may see some of the block's keys. Needs no barrier before it changes shared.loop,
+  // because all threads read shared.loop before a barrier of go_to_rows().
   __device__ __forceinline__ void next_rows() {
     if (threadIdx.x == 0) {
       shared.loop.row += kSimtTile;
@@ -184,8 +188,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     }
   }
 
-  // Turns scores in x into weights P. Returns which of them are not 0. Callers select 0 for products with a weight of
-  // 0, because not even a NaN of a masked key or its value may come through.
+  // Turns the scores in x into weights P. Returns bits that say which weights are not 0. Where a weight is 0, callers
+  // set its products to 0, because not even a NaN in a masked key or its value may reach a gradient.
   __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
@@ -195,7 +199,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     return attended;
   }
 
-  // Computes P * Z into x, or tP * Z for kSecond.
+  // Sets x to P * Z, or to tP * Z with kSecond.
   __device__ __forceinline__ void value_weights(Scores& x, int64_t key) {
     if constexpr (kSecond)
       this->scores_and_tangents(x, key);
@@ -210,7 +214,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Computes dZ = P u (Z dP - delta) into x, with u = cap'. With kBehindCap computes dS, where u = 1.
+  // Sets x to dZ, the gradient of z, which is P u (Z dP - delta). Here Z is the dropout factor and u is cap'. With
+  // kBehindCap, u is 1, and x becomes dS.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
     this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
@@ -223,8 +228,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       slope = attended >> bit & 1 ? product : 0;
     });
   }
-  // Computes t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)) into x, with tu = cap'' tz, or 0
-  // with kBehindCap. Calls on_ds() when dZ is in shared memory.
+  // Sets x to t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)). A prefix t and t() mean the
+  // derivative along the direction, c is t(logsumexp), and tu is cap'' tz. With kBehindCap, u is 1 and tu is 0. Calls
+  // on_ds() when dZ is in shared memory.
   template <class F>
   __device__ __forceinline__ void compute_second_ds(Scores& x, int64_t key, F on_ds) {
     __syncthreads();  // the rows are there, and the last weights have been read
@@ -275,8 +281,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds the contribution of the tile of rows and the keys from `key` on. The factor of dS is made finite, because a
-  // NaN may reach dQ and dK through dS alone, and so only where a row attends to the key.
+  // Adds the contribution of the tile of rows and the keys from `key` on. NaNs and infinities in the factor of dS, a
+  // key or a query, count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {
@@ -358,7 +364,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     const T scale = kOf == Gradient::key ? ScoreFunction<T>::of(p).slope() : 1;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
-      if (key + thread.row(i) >= task.last_key) break;  // past the length: zeroed by the caller
+      if (key + thread.row(i) >= task.last_key) break;  // past the length: operators/run.cpp has written 0
       write(to, base + thread.row(i) * to.row, kOf == Gradient::key ? p.head_dim : p.value_dim, sum[i], scale);
     }
   }
@@ -379,8 +385,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       number /= p.mask_key_tasks;
       shared.slice = number / p.mask_row_tasks;
       const int64_t first_row = number % p.mask_row_tasks * kSimtTile;
-      // Entries that share a mask have the same number of queries, because each packed sequence has its own part of the
-      // mask.
+      // All batch entries that share this part of the mask have the same number of queries. Packed sequences may have
+      // different numbers of queries, but each of them has its own part of the mask.
       const int64_t queries = sequence_of(p, sharer_of_mask(p, p.grad_mask, shared.slice, 0).n).queries;
       const int64_t last_row = one_row ? queries : smaller(first_row + kSimtTile, queries);
       begin_rows(p.batch * p.heads / p.mask_slices, first_row, last_row);

@@ -1,7 +1,7 @@
 // Computes O = softmax(scale Q K^T + mask) V where uses_mma() is false, tile by tile with the online softmax (Milakov &
 // Gimelshein, 2018; Dao et al., FlashAttention, 2022). A block owns 64 rows and up to 128 columns of the output (64 in
 // float64). It reads K, and these columns of V, once. It keeps the running maximum m and sum l of each row. When a tile
-// raises m, it multiplies what it has accumulated before by exp(m_old - m_new).
+// raises m, the block multiplies what it has accumulated before by exp(m_old - m_new).
 #pragma once
 
 #include "cuda/simt/scores.cuh"
@@ -80,7 +80,8 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
     }
   }
 
-  // Divides by the sum. A row that saw no key becomes 0, and its logsumexp becomes -inf.
+  // Divides the output by the sum of the weights and writes the results. A row that saw no key outputs 0, and its
+  // logsumexp without the sink is -inf.
   __device__ __forceinline__ void write() {
     const SimtThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);

@@ -1,9 +1,9 @@
-// Merges the splits of the keys: O = sum_s w_s O_s / sum_s w_s with w_s = exp(logsumexp_s - max_s logsumexp_s).
+// Merges the splits' outputs O_s: O = sum_s w_s O_s / sum_s w_s with w_s = exp(logsumexp_s - max_s logsumexp_s).
 //
 // A warp loads the outputs of several splits at once, before it knows their weights, because nearly all time is spent
-// waiting for memory. It may load them early, because every split has written every row, with 0 if no key of the split
-// is visible to the row. Each lane computes the weights of some splits, and shuffles bring these weights to the other
-// lanes.
+// waiting for memory. The warp may load the outputs early, because every split has written every row. A split has
+// written 0 if the row sees none of its keys. Each lane computes the weights of some splits, and shuffles bring these
+// weights to the other lanes.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -22,7 +22,7 @@ struct MergeShape {
   static constexpr int kWarps = kWarps_, kCols = kCols_, kSplits = kSplits_;
 
   // The number of parts that the columns of a row are cut into. kWarps warps compute each part. There is one part even
-  // without columns.
+  // if value_dim is 0, because the warps of the first part also write the row's statistics.
   ATTN_INLINE static constexpr int64_t parts(const ForwardParams& p) {
     return larger(1, divide_up(p.value_dim, 32 * kCols));
   }
@@ -48,7 +48,7 @@ template <class T, class Shape>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
   constexpr int kWarps = Shape::kWarps, kCols = Shape::kCols, kSplits = Shape::kSplits;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
-  // Each packed sequence has as many row numbers as the longest sequence has rows.
+  // Rows are numbered as if each packed sequence had as many rows as the longest one. So some numbers have no row.
   const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
   const Row row = row_of_number(p, number / parts);
   if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
@@ -132,8 +132,9 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (lane == 0) write_statistics(p, row, logsumexp, max_score);
 }
 
-// Divides a row among several warps only if it has many splits and rows are few. Each of these warps computes the row
-// and the weights again, and with many rows that takes longer than a few more waits for memory.
+// Divides a row among several warps only if it has many splits and there are few rows. Each of these warps repeats the
+// computation of the row's place and of the weights. With many rows, this takes longer than the waits for memory that
+// the division saves.
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
   constexpr int64_t kFewBlocks = 1024;  // an H100 runs about this many at a time

@@ -10,8 +10,8 @@
 
 namespace attn::cuda {
 
-// Where the data of a task begin in the inputs, or in their tangents: its batch entry, and in key and value its head. 0
-// for an absent tensor.
+// Where the data of a task begin in the inputs, or in the tangents of the inputs. In query and mask, the data begin
+// with the task's batch entry. In key and value, they begin with the task's head. The number for an absent tensor is 0.
 struct Bases {
   int64_t query, key, value, mask;
 
@@ -37,7 +37,7 @@ struct ScoresSimt {
   static constexpr int kN = kCols / kSimtTile * kSimtCols;  // columns of a thread
   static constexpr int kStride = kSimtStride<T>;
   static constexpr int kFactorStride = kCols + kStride - kSimtTile;
-  // The rows and keys of a thread's scores.
+  // How many rows and how many keys a thread's scores have.
   static constexpr int kRows = kOwnsKeys ? kSimtCols : kSimtRows;
   static constexpr int kKeys = kOwnsKeys ? kSimtRows : kSimtCols;
 
@@ -68,8 +68,9 @@ struct ScoresSimt {
 
   __device__ ScoresSimt(const Params& p, Shared& shared) : p(p), shared_scores(shared), task(shared.task) {}
 
-  // Sets the rows of the next scores, and where operands begin. One thread calls set_task(task). Then one thread per
-  // row calls set_row(row of the tile, number of the row). Called by all threads, followed by a barrier.
+  // Sets the rows of the next scores, and where the operands begin. All threads call set_rows(), and a barrier must
+  // follow. Within set_rows(), one thread calls set_task(task). Then one thread per row calls set_row(row of the tile,
+  // number of the row).
   template <class SetTask, class SetRow>
   __device__ __forceinline__ void set_rows(SetTask set_task, SetRow set_row) {
     Shared& shared = shared_scores;
@@ -113,8 +114,8 @@ struct ScoresSimt {
     else
       shared_scores.in_pages.value[i] = offset(p.value);
   }
-  // Sets the rows of a tile. It begins with row `first` of the list that begins with `head`, and ends before row
-  // `last`.
+  // Sets the rows of a tile. The tile begins with row `first` of the list of rows that begins with `head`. It ends
+  // before row `last`.
   template <class SetRow>
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head, int64_t first, int64_t last, SetRow set_row) {
     const auto set_task = [&](Task& task) {
@@ -124,8 +125,8 @@ struct ScoresSimt {
     set_rows(set_task, set_row);
   }
 
-  // of() returns the score of the thread's row a and key b in x, which is [own][other]. row_of() and key_of() return
-  // which row and key of the tile these are.
+  // of() returns the score of the thread's row a and key b in x, which is stored as [own][other]. row_of() returns the
+  // number of row a in the tile, and key_of() returns the number of key b in the tile.
   template <class X>
   static __device__ __forceinline__ auto& of(X& x, int a, int b) {
     if constexpr (kOwnsKeys)
@@ -136,7 +137,7 @@ struct ScoresSimt {
   static __device__ __forceinline__ int row_of(const SimtThread& t, int a) { return kOwnsKeys ? t.col(a) : t.row(a); }
   static __device__ __forceinline__ int key_of(const SimtThread& t, int b) { return kOwnsKeys ? t.row(b) : t.col(b); }
 
-  // Calls f(score, row of the tile, key of the tile, number among the thread's scores).
+  // Calls f(score, row of the tile, key of the tile, i) for score i of the thread.
   template <class F>
   __device__ __forceinline__ void each(Scores& x, F f) const {
     const SimtThread thread;
@@ -150,7 +151,7 @@ struct ScoresSimt {
     each(x, [](T& score, int, int, int) { score = 0; });
   }
 
-  // x += <row, key>, with the task's rows of `of_rows` and the keys of `of_keys` from `key` on.
+  // x += <row, key>. The rows are the task's rows in `of_rows`. The keys are those in `of_keys` from `key` on.
   __device__ __forceinline__ void add_dots(Scores& x, const Operand& of_rows, int64_t rows_base, const Operand& of_keys,
                                            int64_t keys_base, int64_t key, int64_t cols) {
     const SimtThread thread;
@@ -179,13 +180,14 @@ struct ScoresSimt {
     const int64_t ahead = key - (shared_scores.rows.position[row] + task.sequence.offset);
     return static_cast<T>(ahead < 0 ? -ahead : ahead);
   }
-  // Returns the number of a row's head from `numbers`, an array with one number per head.
+  // `numbers` is an array with one element per head. Returns the element of the row's head.
   __device__ __forceinline__ T of_head(const void* numbers, int row) const {
     return static_cast<const T*>(numbers)[task.n * p.heads + shared_scores.rows.head[row]];
   }
 
   // Computes the scores (score.h) of the keys from `key` on. Rows or keys that do not exist get -inf. If there is a
-  // cap, calls on_cap(y, row, key), where y is SoftCap's argument and row and key count within the tile.
+  // cap, calls on_cap(y, row, key), where y is the argument of SoftCap's functions. `row` and `key` count from the
+  // start of the tile.
   template <class F>
   __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
     Shared& shared = shared_scores;
@@ -238,8 +240,8 @@ struct ScoresSimt {
     });
   }
 
-  // Says whether some row sees some key of the tile that begins with `key`. Considers positions and the mask, and reads
-  // no other operand than the mask. Called by all threads.
+  // Says whether some row sees some key of the tile that begins with `key`. Takes positions and the mask into account.
+  // Reads no operand except the mask. Called by all threads.
   __device__ __forceinline__ bool shows_some(int64_t key) {
     if (!any_visible(task.sequence, task.positions, {key, task.last_key})) return false;
     if (!p.has_mask) return true;
@@ -250,7 +252,7 @@ struct ScoresSimt {
     return __syncthreads_or(some);
   }
 
-  // The next three functions compute derivatives along p.t. Their results mean nothing where a key is hidden.
+  // The next three functions compute derivatives along p.t. Where a key is hidden, their results are arbitrary.
 
   // Computes tz = slope * (tQ K^T + Q tK^T), the derivative of the scaled products.
   __device__ __forceinline__ void tangent_products(Scores& x, int64_t key) {
@@ -270,7 +272,7 @@ struct ScoresSimt {
     const int64_t base = shared_scores.tangent_base.mask + shared_scores.rows.offset(mask, row);
     return sum + read_mask<T>(mask, base + key * mask.col);
   }
-  // Computes the scores into x and their derivatives tx = cap' tz + tangent_terms() into shared memory.
+  // Writes the scores to x, and the derivatives of the scores, tx = cap' tz + tangent_terms(), to shared memory.
   __device__ __forceinline__ void scores_and_tangents(Scores& x, int64_t key) {
     __syncthreads();  // the rows are there, and the last weights have been read
     tangent_products(x, key);
@@ -294,7 +296,7 @@ struct ScoresSimt {
     }
   }
 
-  // Bit i says whether dropout keeps the thread's score i, counted in the order of each().
+  // Returns bits. Bit i says whether dropout keeps score i of the thread, in the order of each().
   __device__ __forceinline__ uint32_t kept(int64_t key) const {
     if (!p.has_dropout) return ~0u;
     const SimtThread thread;
@@ -315,7 +317,8 @@ struct ScoresSimt {
     return static_cast<T>(kept >> i & 1) * static_cast<T>(p.keep_scale);
   }
 
-  // The tile of weights in shared memory. Threads read and write their own parts of it without barriers.
+  // The tile of weights in shared memory. Each thread reads and writes its own part of the tile, and so needs no
+  // barrier.
   __device__ __forceinline__ void store_weights(const Scores& x) { store_own(shared_scores.weights, x); }
   __device__ __forceinline__ T& weight(int row, int key) const { return own(shared_scores.weights, row, key); }
 

@@ -1,8 +1,9 @@
-// Products of tiles in shared memory by plain multiply-adds, computed by 128 threads.
+// Multiplies tiles in shared memory by plain multiply-adds, with 128 threads.
 //
-// The threads form a grid of 8 x 16. In a tile of 64 x 64 n results, thread (y, x) has the rows 8 y to 8 y + 7 and, of
-// every 64 columns, the columns 4 x to 4 x + 3. The dimension that is summed over is outermost in the factors, so in
-// each step a thread reads 8 + 4 n numbers from 1 + n places for 32 n multiply-adds.
+// The threads form a grid of 8 x 16. In a tile of 64 x 64 n results, thread (y, x) has the rows 8 y to 8 y + 7. In each
+// of the n blocks of 64 columns, it has the columns 4 x to 4 x + 3. In the factors, the dimension that is summed over
+// is outermost. So in each step a thread reads 8 numbers from one place and 4 numbers from each of n places, and
+// computes 32 n multiply-adds.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -16,7 +17,7 @@ constexpr int kSimtRows = 8;    // of a thread
 constexpr int kSimtCols = 4;    // of a thread, in every kSimtTile
 constexpr int kSimtBlocks = 2;  // of a multiprocessor at a time: no registers are left for more
 
-// The number of columns of the factors that are in shared memory at a time.
+// How many numbers of the dimension that is summed over are in shared memory at a time.
 template <class T>
 constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
 
@@ -36,8 +37,8 @@ struct SimtThread {
   __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
 };
 
-// In float a thread sums kSimtDepth products from zero and then adds this chain to the sum, because short chains keep
-// the error of long sums low.
+// Whether a thread sums every kSimtDepth products from zero and then adds this chain to the sum. It does so in float,
+// because short chains keep the error of long sums low.
 template <class T>
 constexpr bool kShortChains = sizeof(T) == 4;
 
@@ -73,9 +74,10 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
     for (int j = 0; j < N; ++j) sum[i][j] = kShortChains<T> ? sum[i][j] + chain[i][j] : chain[i][j];
 }
 
-// Fills tile[outer * stride + inner], outer < kOuters, inner < kInners, with the numbers at(outer, inner) of an
-// operand, and with 0 beyond `outer_count` and `inner_count`. `outer_is_fast`: whether neighbouring threads read
-// neighbours along the outer dimension. All loads of a batch are under way before a thread waits for one of them.
+// Fills tile[outer * stride + inner] for all outer < kOuters and inner < kInners with number at(outer, inner) of an
+// operand. Where `outer` is not less than `outer_count` or `inner` is not less than `inner_count`, fills in 0.
+// `outer_is_fast`: whether neighbouring threads read neighbouring numbers of the outer dimension. A thread starts all
+// loads of a batch before it waits for one of them.
 template <int kOuters, int kInners, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, At at, Convert convert) {
@@ -113,7 +115,7 @@ __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64
       [&](int d, int i) { return base + offset(i) + d * x.col; }, [](T number) { return number; });
 }
 
-// The sum, or the maximum, of the numbers that the 16 threads with the same rows hold.
+// Return the sum, or the maximum, of the numbers that the 16 threads with the same rows hold.
 template <class T>
 __device__ __forceinline__ T sum_over_x(T x) {
 #pragma unroll
@@ -127,8 +129,8 @@ __device__ __forceinline__ T max_over_x(T x) {
   return x;
 }
 
-// Calls f.template operator()<kCols>(), where kCols is the number of columns of a result that a block sums. It is
-// limited by the registers of threads.
+// Calls f.template operator()<kCols>(), where kCols is how many columns of a result a block sums. The registers of a
+// thread limit kCols.
 template <class T, class F>
 Error with_cols(int64_t cols, F f) {
   if constexpr (sizeof(T) == 4)

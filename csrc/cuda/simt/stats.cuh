@@ -9,7 +9,7 @@
 
 namespace attn::cuda {
 
-// Merges two parts of a row.
+// Merges the statistics of two parts of a row.
 template <class T>
 __device__ __forceinline__ RowStatistics<T> together(const RowStatistics<T>& a, const RowStatistics<T>& b) {
   if (has_nan(a) || b.largest == -infinity<T>()) return a;
@@ -133,7 +133,7 @@ struct KeyStatsSimt : ScoresSimt<T, StatsParams, true, kSimtTile> {
       for (int a = 0; a < kSimtCols; ++a) {
         const int row = thread.col(a);
         const T score = x[b][a];
-        // selected, so that a row whose sum is NaN gives no NaN to a key that the row does not see
+        // Skips hidden scores, so that a row whose sum is NaN adds no NaN to a key that the row does not see.
         if (score != -infinity<T>()) sum += exp2((score - shared.reference[row]) * kLog2E<T>) * shared.inverse_sum[row];
       }
       received[b] += sum;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kSimtThreads) finish_row_stats(const __grid_co
   pair[1] = results.inverse_sum;
 }
 
-// Adds the chunks' shares of each key, in order, with one thread per key.
+// Adds up what each key has received from the chunks, in the order of the chunks, with one thread per key.
 template <class T>
 __global__ void __launch_bounds__(kSimtThreads) add_received(const __grid_constant__ StatsParams p) {
   const int64_t keys = p.batch * p.heads * p.keys, k = block_number() * kSimtThreads + threadIdx.x;

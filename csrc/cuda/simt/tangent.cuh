@@ -1,6 +1,6 @@
 // Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds. The formulas
 // and their names are as in cpu/kernels/tangent.inl. A block owns 64 rows and up to 128 columns of the output (64 in
-// float64), because registers hold no more sums. It passes over the keys once.
+// float64), because registers hold no more sums. A block passes over the keys once.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
@@ -69,8 +69,9 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     return {shared.row[row].weight(this->of_head(p.sinks, row)), tangent};
   }
 
-  // Turns tx into P (tx - r) and sums c - r. P is in shared memory. Selects 0 for masked keys, so that no NaN comes
-  // through from them.
+  // Turns tx into P (tx - r), where P is in shared memory and r is the row's shift. Adds this tile's part of c - r to
+  // the row's statistics. Sets the results of masked keys to 0, so that no NaN in a masked key reaches the output's
+  // derivative.
   __device__ __forceinline__ void differentiate_weights(Scores& tangent) {
     const SimtThread thread;
 #pragma unroll
@@ -110,7 +111,7 @@ struct TangentSimt : ScoresSimt<T, TangentParams, false, kCols> {
     __syncwarp();
   }
 
-  // Subtracts (c - r) O and writes the results.
+  // Subtracts (c - r) O from the sum and writes the results.
   __device__ __forceinline__ void write() {
     __syncthreads();  // the statistics are there
     const SimtThread thread;
