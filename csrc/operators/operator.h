@@ -132,8 +132,8 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
  public:
   static constexpr const char* name = name_.text;
 
-  // Library::impl takes these functions as kernels. The f of kernel_with_keys is an f(keys, arguments...) that calls
-  // redispatch().
+  // Library::impl takes these functions as kernels. kernel_with_keys takes a function f(keys, arguments...), which
+  // calls redispatch().
   template <auto f>
   static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));
