@@ -220,7 +220,7 @@ struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;
 
   // Releases the node's mutex before it calls the engine, because the engine runs other nodes, which lock their own
-  // mutexes. The node's edges decide which gradients are computed. The tensors do not show it, because tensors of
+  // mutexes. The node's edges decide which gradients are computed. The tensors cannot decide this, because tensors of
   // torch.func.vjp do not require gradients after torch.func.vjp has returned.
   variable_list apply(variable_list&& grads) override {
     const bool create_graph = at::GradMode::is_enabled();

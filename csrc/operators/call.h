@@ -251,8 +251,8 @@ struct Varlen {
 
 auto Call::fields(auto& call) { return All::fields(call); }
 
-// The tensors of a struct, and the tensors that may have derivatives. In a struct other than Call, both functions
-// return all fields.
+// tensors_of() returns the tensors of a struct, and inputs_of() the tensors that may have derivatives. In a struct
+// other than Call, both functions return all fields.
 template <class Some, class T>
 auto fields_among(T& s) {
   if constexpr (std::is_same_v<std::remove_const_t<T>, Call>)

@@ -61,7 +61,8 @@ struct Packed {
     const Tensor cu_seq_q = call.cu_seq_q->to(at::kLong), cu_seq_k = call.cu_seq_k->to(at::kLong);
     row_sequence = number_in(cu_seq_q, rows);
     key_sequence = number_in(cu_seq_k, keys);
-    // Takes the number of each token's sequence, or 0 for a token outside all sequences.
+    // Returns, for each token, the number that belongs to the token's sequence, or 0 if the token is outside all
+    // sequences.
     const auto of_tokens = [](const Tensor& of_sequences, const Tensor& sequence) {
       return at::constant_pad_nd(of_sequences, {0, 1}).index_select(-1, sequence);
     };
@@ -112,7 +113,7 @@ Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, cons
       .expand_symint(shape.expanded(shape.heads, shape.queries, shape.keys));
 }
 
-// Refuses calls that support neither third derivatives nor forward mode over forward mode.
+// Refuses calls with dropout or a program, which have neither third derivatives nor forward mode over forward mode.
 void check_third_derivative(const Call& call) {
   TORCH_CHECK(call.dropout_p == 0, "attn::sdpa: dropout_p is ", call.dropout_p,
               ", but third derivatives and forward over forward are supported without dropout only; set it to 0");

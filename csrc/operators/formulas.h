@@ -24,9 +24,9 @@ std::vector<at::Tensor> list(const auto&... arguments) {
   return std::apply(put, all_inputs_of(arguments...));
 }
 
-// Returns the gradients, by autograd, of the sum of all <result, grad> with respect to the wanted inputs. A gradient is
-// undefined if the results do not depend on its input. `grads` may be shorter than `results`, and the results beyond
-// its end are ignored.
+// Differentiates the sum of all <result, grad> by autograd, and returns the gradients with respect to the wanted
+// inputs. A gradient is undefined if the results do not depend on its input. `grads` may be shorter than `results`, and
+// the results beyond its end are ignored.
 std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& grads,
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);

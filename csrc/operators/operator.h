@@ -13,9 +13,9 @@
 //
 // BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> turns a function f(saved, call) into one that
 // the dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator may take only some fields of a struct, or take them in another order. Its type then names, in place of the
-// struct, a view: a type whose Data is the struct and whose fields() lists the fields. The operator's functions still
-// take the whole struct:
+// operator may take only some fields of a struct, or take them in another order. Its type then names a view in place of
+// the struct. A view is a type whose Data is the struct and whose fields() lists the fields. The operator's functions
+// still take the whole struct:
 //
 //   struct KeyAlone {
 //     using Data = Call;
@@ -132,8 +132,8 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
  public:
   static constexpr const char* name = name_.text;
 
-  // Library::impl takes these functions as kernels. The f of kernel_with_keys is an f(keys, arguments...) that calls
-  // redispatch().
+  // Library::impl takes these functions as kernels. kernel_with_keys takes a function f(keys, arguments...), which
+  // calls redispatch().
   template <auto f>
   static FlatResult kernel(Passed<Flat>... fields) {
     return call_with<f>(std::index_sequence_for<Arguments...>(), std::tie(fields...));

@@ -232,7 +232,7 @@ void ProblemBuilder::add_program(const Call& call) {
   pair_mask_.key_tiles = divide_up(problem_.keys, kScoreTile);
 }
 
-// Replaces the mask_mod by an equal window if there is one, because a window is faster. Returns whether it did. A
+// Tries to replace the mask_mod by an equal window, because a window is faster. Returns whether it has done so. A
 // window equals a mask_mod that depends on the distance i - j alone and shows exactly the distances of an interval that
 // includes 0.
 bool ProblemBuilder::is_window(const Call& call) {
@@ -402,7 +402,8 @@ void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, void* data,
 
 void ProblemBuilder::merge_batch_dims() {
   int merged = 0;
-  // Whether dimension d can be merged with the last kept dimension. In every operand, one stride must then serve both.
+  // Whether dimension d can be merged with the last kept dimension. In every operand, one stride must then serve both
+  // dimensions.
   const auto mergeable = [&](size_t d) {
     return merged > 0 && std::all_of(operands_.begin(), operands_.end(), [&](const Strides& s) {
              return s.operand->batch[merged - 1] == s.batch[d] * batch_size_[d];

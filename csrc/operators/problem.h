@@ -47,7 +47,8 @@ class ProblemBuilder {
     at::Tensor written, seen;
   };
   GradientOfTerms gradient_of_terms(Leaf leaf) const;
-  // Returns the tensor that a kernel adds to: `grad`, set to zeros, if its sizes and strides fit, else a new one.
+  // Returns a tensor of zeros, to which a kernel adds. This is `grad` if the sizes and strides of `grad` fit, and a new
+  // tensor otherwise.
   std::pair<at::Tensor, Terms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
 
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.

@@ -66,8 +66,8 @@ class Graph {
     }
     return false;
   }
-  // Returns value n with some of the values that it depends on replaced. `built` maps each replaced value to its
-  // replacement, and gets an entry for every value that this function builds.
+  // Builds value n again, with replacements for some of the values that n depends on. `built` maps each replaced value
+  // to its replacement, and gets an entry for every value that this function builds.
   int rebuilt(int n, std::unordered_map<int, int>& built) {
     if (const auto found = built.find(n); found != built.end()) return found->second;
     if (is_leaf(n)) return n;
@@ -246,8 +246,8 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   return adjoints;
 }
 
-// Returns the derivative of value n along a direction, or kNone where that is 0. The caller puts the derivatives of the
-// leaves into `tangents`. This function inserts every derivative that it finds.
+// Returns the derivative of value n along a direction, or kNone if the derivative is 0. The caller puts the derivatives
+// of the leaves into `tangents`. This function inserts every derivative that it finds.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
   const Value v = g[n];
@@ -264,8 +264,8 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
       const int t = tangent(g, v.from[i], tangents);
       const int p = t == kNone ? kNone : partial(g, n, i);
       if (p == kNone) continue;
-      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. If value n is a `times`
-      // and i is its second operand, p is the first operand of value n, so p comes first here, too. In all other
+      // If the first operand of `times` is 0, the product is 0, whatever the second operand is. If only y has a tangent
+      // t, the derivative of `x times y` is `x times t`, so x, which is p here, stays the first operand. In all other
       // products the tangent comes first.
       const bool hides = v.op == Op::times && i == 1;
       total = sum(g, total, hides ? g.add(Op::times, p, t) : g.add(Op::times, t, p));
@@ -641,8 +641,8 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
-  // Makes a list in which product * scale takes the place of the score. If `kept` is given, the leaf `product` takes
-  // the place of value `kept`, because the kernel has stored that value.
+  // Makes a list in which product * scale takes the place of the score. If `kept` is given, the kernel has stored value
+  // `kept`, and the leaf `product` reads it.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
         {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};

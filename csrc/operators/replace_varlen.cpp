@@ -71,7 +71,7 @@ std::array<int64_t, 2> window_of(const FlashArguments& a) {
   return {size(a.get("window_size_left")), a.get("is_causal").toBool() ? 0 : size(a.get("window_size_right"))};
 }
 
-// Flash attention gives the last query the position of the last key. attn does so by itself for packed sequences only,
+// Flash attention gives the last query the position of the last key. By default attn does so for packed sequences only,
 // so other calls get a query_offset.
 Call call_of(const FlashArguments& a) {
   const auto cu_seq_q = a.tensor_if_any("cum_seq_q"), lengths = a.tensor_if_any("seqused_k");

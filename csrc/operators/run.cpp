@@ -177,8 +177,8 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
     if ((grad_mask.dim() > 0 && grad_mask.size(-1) != 1) || call.score_mod)
       builder.add_result(p.grad_mask, grad_mask);
     else if (p.sinks || p.grad_logsumexp)
-      // A number added to all scores of a row changes only the row's logsumexp and, with a sink, the sum of its
-      // weights.
+      // This mask adds one number to all scores of a row. The number changes only the row's logsumexp and, with a sink,
+      // the sum of the row's weights.
       grad_mask_rows = room.of_rows(p.grad_mask_rows);
   }
   const Tensor grad_slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();

@@ -25,8 +25,9 @@ struct Device {
   // keys the output is 0.
   Run<ForwardParams>* forward;
   // Reads output, residual (may be null), logsumexp, grad_output and grad_logsumexp (may be null). Writes the gradients
-  // with data and, if not null, grad_slopes, grad_sinks and grad_mask_rows. grad_mask is 0 at the call, and stays 0
-  // where no key is visible. The caller has set mask_is_shared and the numbers of mask tasks (plan_mask).
+  // whose data is not null. Writes grad_slopes, grad_sinks and grad_mask_rows if they are not null. grad_mask is 0 at
+  // the call, and stays 0 where no key is visible. The caller has set mask_is_shared and the numbers of mask tasks
+  // (plan_mask).
   Run<BackwardParams>* backward;
   // Reads output, residual and logsumexp as the backward does, and the direction `t`. A tensor of `t` that is zero has
   // null data. Writes tangent_output, tangent_logsumexp and, if its data is not null, tangent_residual. There may be no

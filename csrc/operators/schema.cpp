@@ -69,8 +69,9 @@ TORCH_LIBRARY(attn, m) {
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py), and
   // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
-  // With cu_seq_q, sequences of different lengths are packed one after the other (call.h), [heads, T, E].
-  // varlen_attention takes [T, heads, E], the arguments of torch.nn.attention.varlen.varlen_attn, and more.
+  // With cu_seq_q, sequences of different lengths are packed one after the other, in tensors [heads, T, E] (call.h).
+  // varlen_attention takes tensors [T, heads, E]. It has the arguments of torch.nn.attention.varlen.varlen_attn and
+  // more arguments.
   define("attention(" + plain_call + ") -> (Tensor output, " + rows + ")", random);
   define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
              arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
@@ -108,7 +109,7 @@ TORCH_LIBRARY(attn, m) {
   define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool with_rows=False, bool exact_residual=False) -> (" +
              saved + ", Tensor row_logsumexp, Tensor max_score)",
          random);
-  // J'u for u = (grad_output, grad_logsumexp). Gradients not asked for in grad_input_mask are undefined.
+  // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined if grad_input_mask does not ask for it.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
   // J t for a direction t. tangent_residual is the exact minus the rounded tangent_output. tangent_logsumexp has two
@@ -138,18 +139,20 @@ TORCH_LIBRARY(attn, m) {
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Adds `change` to a sum, and returns the sum. While the sum is positive, calls are spread over several processes,
-  // and operators other than sdpa and attention raise an error.
+  // Adds `change` to the sum of this switch (switches.h), and returns the sum. While the sum is positive, calls are
+  // spread over several processes, and operators other than sdpa and attention raise an error.
   m.def("_over_processes(int change) -> int");
 
-  // Adds `change` to another sum, and returns this sum. attn::invariant() is on while this sum is positive.
+  // Adds `change` to the sum of another switch, and returns the sum. While the sum is positive, attn::invariant() is
+  // on.
   m.def("_invariant(int change) -> int");
 
-  // Switches aten::scaled_dot_product_attention to sdpa while the sum of all changes is positive. Returns the sum.
+  // Adds `change` to the sum of this switch, and returns the sum. While the sum is positive, sdpa takes the place of
+  // aten::scaled_dot_product_attention.
   m.def("_replace_sdpa(int change) -> int");
   // Whether the switch works for tensors of a device.
   m.def("_has_kernels(Device device) -> bool");
-  // How many calls sdpa has answered while switched on, and how many it has left to the built-in.
+  // How many calls sdpa has answered while the switch was on, and how many it has left to the built-in.
   m.def("_replaced_calls() -> (int, int)");
 }
 

@@ -254,8 +254,8 @@ void check_is_integer(const Shape& shape, const char* name, const Tensor& t) {
               t.scalar_type(), "; it must be int32 or int64");
 }
 
-// Checks a tensor of integers, and also their values if these can be read (is_readable). `most(i)` is the largest value
-// that entry i may have.
+// Checks a tensor of integers, and its values if they can be read (is_readable). `most(i)` is the largest value that
+// entry i may have.
 void check_integers(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
                     int64_t least, const auto& most) {
   if (!t) return;
@@ -270,7 +270,8 @@ void check_integers(const Shape& shape, const char* name, const std::optional<Te
   }
 }
 
-// Checks a tensor of the places where sequences begin among `tokens` tokens. No sequence may be longer than `most`.
+// Checks a tensor that says where each of N sequences begins and where the last one ends. The sequences may hold at
+// most `tokens` tokens, and `most` tokens each.
 void check_starts(const Shape& shape, const char* name, const Tensor& t, const Tensor& query, const char* tokens_name,
                   const SymInt& tokens, const char* most_name, const SymInt& most) {
   TORCH_CHECK(t.defined(), shape.op, ": ", name, " is undefined; a tensor is needed");

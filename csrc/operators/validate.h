@@ -82,8 +82,8 @@ at::Tensor empty_output(const Shape& shape, const at::Tensor& query);
 at::Tensor empty_numbers(const c10::SymDimVector& sizes, const at::Tensor& query);  // in the compute dtype
 // Whether the rounding error of an output of a half type (the residual) is kept for derivatives. It is kept if there is
 // a floating mask, slopes, sinks or a score_mod, because the error matters in the gradients of these arguments. In
-// other gradients the rounding errors of the weights are larger. The error is also kept with dropout. Without the
-// residual, the scores of a row with one key would get gradients that come from the rounding of value / (1 -
+// other gradients it matters less than the rounding errors of the weights. The error is also kept with dropout. Without
+// the residual, the scores of a row with one key would get gradients that come from the rounding of value / (1 -
 // dropout_p). The true gradients of these scores are 0.
 bool has_residual(const Call& call);
 at::Tensor empty_residual(const at::Tensor& output, const Call& call);
