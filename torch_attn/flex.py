@@ -74,9 +74,10 @@ def flex_attention(
         ValueError: `return_lse` is given together with `return_aux`.
 
     Derivatives: first and second derivatives, in reverse mode and forward mode, with respect to
-    query, key, value and every tensor that `score_mod` captures. Beside the captured tensors, these
-    derivatives take memory O(L + S). They equal PyTorch's derivatives, except where a value depends
-    on both query and key: there 0 times anything is 0.
+    query, key, value and every tensor that `score_mod` captures. These derivatives take memory
+    O(L + S), in addition to the captured tensors. They equal PyTorch's derivatives, with one
+    exception: in the derivative of a value that depends on both query and key, 0 times infinity or
+    NaN is 0.
 
     Determinism: the results have the same bits on every run and with any number of threads.
 
@@ -173,7 +174,7 @@ def _parts(
 
 
 def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
-    """Returns ``[B, H, rows, count]``: whether the first `numbers` of `indices` contain a block."""
+    """Returns whether a row's first `numbers` indices name a block: ``[B, H, rows, count]``."""
     places = torch.arange(indices.size(-1), device=indices.device)
     is_there = (places < numbers[..., None]) & (indices >= 0) & (indices < count)
     listed = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)

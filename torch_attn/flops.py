@@ -73,14 +73,14 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
     """Counts the operations of products over E and over Ev, for the visible pairs.
 
-    The arguments say how many products of each kind there are.
+    `over_head_dim` is the number of products over E, and `over_value_dim` of products over Ev.
     """
     if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
-    # If sizes differ, the smaller is 1, or heads are grouped and the query has the most heads.
+    # The largest size of each dimension counts: a smaller size is 1, or heads are grouped.
     heads: int = math.prod(map(max, leading))
     flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops
@@ -103,7 +103,7 @@ def _pairs(call: Call) -> int:
     first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
 
     def until(key: int) -> int:
-        """Counts the pairs of a query i and a key at position i + `key` or before."""
+        """Counts the pairs of a query i and a key j with j <= i + `key`."""
         return _clamped(L + key, S) - _clamped(key, S)
 
     return until(first + right) - until(first - left - 1)

@@ -94,8 +94,9 @@ def sdpa(
         alibi_slopes: ``[Hq]`` or ``[B..., Hq]``, a slope for each query head, of query's dtype or
             float32. ALiBi subtracts the slope times the distance from each score. Differentiable.
         sinks: ``[Hq]`` or ``[B..., Hq]``, a sink for each query head, of query's dtype or float32.
-            A sink is one more logit in every softmax of its head, without a value (gpt-oss). A sink
-            of 0 gives softmax-1, and a sink of -inf has no effect. Differentiable.
+            A sink is one more logit in every softmax of its head, but it has no value vector
+            (gpt-oss). A sink of 0 gives softmax-1, and a sink of -inf has no effect.
+            Differentiable.
         key_scale: float32, the scale of a key in int8 or float8_e4m3fn; broadcasts to key's shape
             without the last dimension: one number for each token and head, one for each head, or
             one for all (:func:`torch_attn.quantize_kv`). The kernel multiplies scores by the scale
@@ -125,12 +126,11 @@ def sdpa(
     everything is in float64. Under :class:`torch.autocast`, inputs are cast as for the built-in.
 
     Derivatives: with respect to query, key, value, a floating `attn_mask`, `alibi_slopes` and
-    `sinks`. Only requested derivatives are computed. They hold dropout's mask fixed. First and
+    `sinks`. Only requested derivatives are computed. Dropout's mask counts as constant. First and
     second derivatives take memory O(L + S), in reverse mode, in forward mode, and in one mode over
-    the other. Third derivatives, and forward mode over forward mode, store the L x S scores. With
-    dropout, third derivatives and forward mode over forward mode raise RuntimeError.
-    :func:`torch.func.vmap` calls the operator once for all samples. With dropout, the operator
-    follows vmap's argument `randomness`.
+    the other. Third derivatives, and forward mode over forward mode, store the L x S scores; with
+    dropout, they raise RuntimeError. :func:`torch.func.vmap` calls the operator once for all
+    samples. With dropout, the operator follows vmap's argument `randomness`.
 
     Determinism: output and gradients have the same bits on every run and with any number of
     threads.
@@ -187,10 +187,9 @@ def sdpa(
 def _calling(
     operator: Any, name: str, like: Callable[_P, Any]
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Makes a decorator, which returns a new function that calls an operator of three results.
+    """Makes a decorator that makes a function call `operator` with the arguments of `like`.
 
-    The new function has the arguments of `like`. It takes only its name and its documentation from
-    the decorated function.
+    Only the name and the documentation of the decorated function remain.
     """
 
     def number(argument: str, given: float) -> float:
@@ -279,10 +278,9 @@ def sdpa_with_logsumexp() -> None:
 def sdpa_with_weights() -> None:
     """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
-    Arguments, errors and the output are as for :func:`sdpa`. The two matrices are L x S, so this
-    takes memory O(L S). On the CPU a kernel computes the matrices. On other devices PyTorch's own
-    operators compute the matrices. On every device, PyTorch's own operators compute the gradients
-    through the matrices, of any order.
+    Arguments, errors and the output are as for :func:`sdpa`. The two matrices take memory O(L S).
+    On the CPU a kernel computes the matrices, on other devices PyTorch's own operators. On every
+    device, PyTorch's own operators compute the gradients through the matrices, of any order.
 
     Returns:
         Three tensors, all differentiable:
@@ -311,8 +309,8 @@ class Stats(NamedTuple):
         logsumexp: ``[B..., Hq, L]``, the logsumexp of each query's scores, and of the sink if there
             is one. A weight is ``exp(score - logsumexp)``.
         received_weight: ``[B..., Hq, S]``, the sum of the weights that all queries give to a key.
-            The sum over all keys is the number of queries that see a key, minus the weights of the
-            sinks.
+            The sum over all keys is the number of queries that see any key, minus the weights of
+            the sinks.
     """
 
     largest_score: Tensor
@@ -322,7 +320,7 @@ class Stats(NamedTuple):
 
     @property
     def largest_weight(self) -> Tensor:
-        """``[B..., Hq, L]``, ``exp(largest_score - logsumexp)`` for each query, 0 without keys.
+        """``[B..., Hq, L]``, ``exp(largest_score - logsumexp)``; 0 for a query without keys.
 
         If this weight is near 1, the softmax is saturated, and the gradients of query and key are
         small. For scores of 1e6 and more, this weight has few correct digits in float32.
@@ -364,8 +362,9 @@ def sdpa_stats(
 
     Returns:
         :class:`Stats`. The statistics are computed from the scores of :func:`sdpa`, and in float32
-        also if query and key have a half type. A query that may attend to no key has a largest
-        score and a logsumexp of -inf and the entropy 0, and it gives no weight to any key.
+        also if query and key have a half type. A query that may attend to no key has the largest
+        score -inf and the entropy 0, and gives no weight to any key. Its logsumexp is the sink, or
+        -inf if there is no sink.
 
     Raises:
         TypeError: query or key is no tensor, or `scale` is a tensor that requires a gradient or has
@@ -382,9 +381,10 @@ def sdpa_stats(
     threads.
 
     NaN and infinity: if a query has a NaN score, its largest score, entropy and logsumexp are NaN.
-    The keys that this query may attend to receive NaN, and no other key does. A score of -inf is
-    masked. If a score is +inf, the query's largest score and logsumexp are +inf, its entropy is
-    NaN, and the keys that the query may attend to receive NaN, as from softmax.
+    So is the received weight of each key that the query may attend to, but of no other key. A score
+    of -inf is masked. If a score is +inf, the query's largest score and logsumexp are +inf. Its
+    entropy, and the received weight of each key that the query may attend to, are NaN, as from
+    softmax.
 
     Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:
@@ -468,9 +468,10 @@ def _number(operator: str, name: str, number: float) -> float:
 
 
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
-    """Takes the number out of a tensor of one element; refuses a tensor that wants a derivative.
+    """Reads the number in a tensor of one element.
 
-    Taking the number breaks a graph of :func:`torch.compile`, as it does for the built-in.
+    Refuses a tensor that requires a gradient or has a tangent. Reading the number breaks a graph of
+    :func:`torch.compile`, as it does in the built-in.
     """
     if not isinstance(number, Tensor):
         return number

@@ -1,4 +1,4 @@
-"""Functions score_mod and mask_mod that models use, for :func:`torch_attn.flex_attention`.
+"""The score_mods and mask_mods of well-known models, for :func:`torch_attn.flex_attention`.
 
 The functions here take tensors, numbers or other masks, and return a score_mod or a mask_mod. Only
 :func:`causal` is itself a mask_mod. B is the number of batch entries, H the number of query heads,
@@ -39,7 +39,7 @@ def distances(table: Tensor) -> ScoreMod:
 
     Args:
         table: ``[H, 2 R + 1]``: a pair gets the bias in column ``R + q_idx - kv_idx``. A distance
-            beyond R counts as R (Shaw et al., 2018, as a bias).
+            beyond R counts as R (Shaw et al., 2018, but as a bias).
 
     Example:
         >>> table, x = torch.zeros(8, 33, requires_grad=True), torch.randn(1, 8, 50, 16)
@@ -119,7 +119,7 @@ def softcap(cap: float | Tensor) -> ScoreMod:
 
 
 def transformer_xl(positions: Tensor) -> ScoreMod:
-    """Scores of queries with relative positions, by the relative shift.
+    """Adds the scores of queries with relative positions (the relative shift).
 
     Transformer-XL (Dai et al., 2019) and Conformer use these scores.
 
@@ -144,11 +144,11 @@ def transformer_xl(positions: Tensor) -> ScoreMod:
 
 
 def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None = None) -> ScoreMod:
-    """DeBERTa's disentangled attention (He et al., 2021): scores of content with positions.
+    """DeBERTa's disentangled attention (He et al., 2021): scores between content and positions.
 
     Args:
-        c2p: ``[B, H, L, 2 R]``, scaled scores of queries with the keys of relative positions.
-        p2c: ``[B, H, S, 2 R]``, scaled scores of keys with the queries of relative positions.
+        c2p: ``[B, H, L, 2 R]``, the scaled scores of each query with a key per relative position.
+        p2c: ``[B, H, S, 2 R]``, the scaled scores of each key with a query per relative position.
         max_distance: distances from R / 2 to `max_distance` share logarithmic buckets (v2 and v3).
             With None, each distance has its own bucket.
 
@@ -182,7 +182,7 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
 
 
 def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
-    """Decomposed positions of pictures (MViT v2, SAM): terms for the row and column of a key.
+    """Relative positions in pictures (MViT v2, SAM): one term for a key's row, one for its column.
 
     Args:
         rel_h: ``[B, H, L, height]``, scores of queries with the rows of the keys.

@@ -1,4 +1,4 @@
-"""Attention as a module: :class:`torch.nn.MultiheadAttention`, computed by our operator."""
+"""Attention as a module: :class:`torch.nn.MultiheadAttention`, computed by attn."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.register_forward_pre_hook(_forward_must_be_called)
 
     def _own(self) -> dict[str, tuple[Any, Any]]:
-        """Returns the value and the default of each argument that torch's module lacks, by name."""
+        """Maps each argument that torch's module lacks to its value and its default."""
         parameters = inspect.signature(MultiheadAttention).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         defaults["num_kv_heads"] = self.num_heads
@@ -206,8 +206,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: whether to return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask`, `is_causal` is a hint that
-                the mask is the causal mask, shifted by `query_offset`. Then the mask is read only
-                if `need_weights` is True. In that case the mask decides, as in torch's module.
+                the mask is the causal mask, shifted by `query_offset`. As in torch's module, the
+                mask then decides if `need_weights` is True, and is not read if it is False.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
@@ -264,8 +264,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask = torch.unflatten(attn_mask, 0, (-1, self.num_heads))
         hidden = _merge(attn_mask, key_padding_mask)
 
-        # The keys that add_bias_kv and add_zero_attn append come first here, and no mask hides
-        # them. So the columns of masks move to the right.
+        # Here the keys of add_bias_kv and add_zero_attn come before all other keys, unlike in the
+        # returned weights. No mask hides them: masks get columns of 0 for them on the left.
         more = (self.bias_k is not None) + self.add_zero_attn
         if more:
             if query_offset is not None or key_lengths is not None:
@@ -317,7 +317,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         ]
 
     def _with_more_keys(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Prepends the keys (or values) of add_bias_kv and add_zero_attn."""
+        """Prepends the keys (or values) of add_bias_kv and add_zero_attn to `x`."""
         shape = (*x.shape[:-2], 1, self.head_dim)
         more = [] if bias is None else [bias.view(-1, 1, self.head_dim).expand(shape)]
         more += [x.new_zeros(shape)] if self.add_zero_attn else []
@@ -414,7 +414,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             _check_shape("attn_mask", attn_mask, (L, S), (math.prod(batch) * self.num_heads, L, S))
 
     def _layout_hint(self, query: Tensor, batch_comes_first: torch.Size) -> str:
-        """Suggests batch_first=True if the shape fits with the batch as its first dimension."""
+        """Suggests batch_first=True if the shapes would fit with it."""
         if self.batch_first or query.dim() != 3 or batch_comes_first[:1] != query.shape[:1]:
             return ""
         return "; for inputs [B, L, embed_dim] the module is made with batch_first=True"
@@ -437,10 +437,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
-    """Does nothing. PyTorch calls the module because the module has this hook.
+    """Does nothing. Its presence makes :class:`torch.nn.TransformerEncoderLayer` call the module.
 
-    In evaluation, :class:`torch.nn.TransformerEncoderLayer` does not call an attention module
-    without hooks. Instead, the layer computes PyTorch's attention with the module's parameters.
+    In evaluation, this layer does not call an attention module without hooks. Instead, the layer
+    computes PyTorch's attention with the module's parameters.
     """
 
 

@@ -30,15 +30,16 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     window_size                  any, from opset 25 on
     query_offset                 from opset 24 on, with is_causal or a window (left, 0). A runtime
                                  may refuse an offset that is less than -L or more than S - L
-    key_lengths                  from opset 24 on. With is_causal or a window they need
-                                 ``query_offset=key_lengths - L``, computed like this in the model
+    key_lengths                  from opset 24 on. With is_causal or a window, the model must also
+                                 pass ``query_offset=key_lengths - L``, and compute this difference
     alibi_slopes, sinks          None
     cu_seq_q, ..., block_table   not given, so :func:`torch_attn.varlen_attn` cannot be exported
     ===========================  ===================================================================
 
     onnx 1.23 defines ``Attention`` as this package does. Earlier releases, and runtimes that follow
     earlier releases, define the same opsets differently. Before 1.22, the soft cap came after the
-    mask. Before 1.23, `key_lengths` did not move causality, and a query that sees no key gave NaN.
+    mask. Before 1.23, `key_lengths` did not shift the causal mask, and a query without keys gave
+    NaN.
 
     The softmax of half types is in float32, as in this package. The runtime chooses every other
     precision. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
@@ -98,7 +99,7 @@ _BEFORE_SOFTMAX, _AFTER_SOFTMAX = 2, 3
 
 
 class _OutputAlone(list[Any]):
-    """The results of attn::attention. Refuses a program that reads a result that ONNX lacks."""
+    """The output of attn::attention. Refuses to give the other results, which ONNX lacks."""
 
     def __getitem__(self, index: Any) -> Any:
         if index != 0:
@@ -211,10 +212,10 @@ def _keys_in_use(
     left: int,
     right: int,
 ) -> Any:
-    """Returns ``nonpad_kv_seqlen``, int64 [B], or None.
+    """Returns ``nonpad_kv_seqlen``, the numbers of keys in use, int64 [B], or None.
 
-    In ONNX the last query is at the position of the last key in use. So ``query_offset + L`` keys
-    in use express an offset, if no query sees a key after the last query.
+    ONNX lacks offsets: the last query is at the position of the last key in use. So an offset
+    becomes ``query_offset + L`` keys in use, and no query may see a key after the last query.
     """
     from onnxscript import ir
 

@@ -191,7 +191,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose scores and mask are functions of the pair, as in PyTorch's FlexAttention.
+    """Attention whose scores and mask are functions of the pair of query and key (FlexAttention).
 
     Args:
         query: `[B, Hq, L, E]`. key: `[B, Hk, S, E]`. value: `[B, Hk, S, Ev]`.

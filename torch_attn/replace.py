@@ -3,8 +3,8 @@
 While the switch is on, ``torch.ops.attn.sdpa`` computes every call of
 ``F.scaled_dot_product_attention`` in the process. The switch catches all callers, because it is in
 PyTorch's dispatcher (csrc/operators/replace.cpp and replace_varlen.cpp). This module counts the
-handles of the switch. It also resets the code that ``torch.compile`` keeps in memory, and marks the
-code that ``torch.compile`` keeps on disk.
+handles of the switch. It also discards the code that ``torch.compile`` keeps in memory, and marks
+the keys under which ``torch.compile`` stores code on disk.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ class Replacement:
     def calls(self) -> int:
         """The number of calls that attn answered instead of the built-in while this handle was on.
 
-        The count covers the whole process. A compiled function counts when it is compiled, not when
-        it runs. ``torch.nn.attention.varlen`` counts when it runs.
+        The count covers the whole process. A call in a compiled function counts when the function
+        is compiled, not when it runs. A call of ``torch.nn.attention.varlen`` counts whenever it
+        runs.
         """
         return self._since()[0]
 
     @property
     def passed_on(self) -> int:
-        """The number of calls left to the built-in, because of the tensors' kind or device."""
+        """The number of calls left to the built-in because of the tensors' kind or device."""
         return self._since()[1]
 
     def _since(self) -> tuple[int, int]:
@@ -94,13 +95,13 @@ class Replacement:
 def replace_sdpa() -> Replacement:
     """Makes `attn` compute every ``F.scaled_dot_product_attention``, until the switch is off.
 
-    The switch holds for the whole process: all threads, and processes that are forked from now on.
+    The switch holds for the whole process: all threads, and processes that are forked later.
     It also holds for names that were imported before the switch, ``nn.MultiheadAttention``,
     libraries, TorchScript, exported programs, and callers in C++. `docs/any-pytorch-code.md` lists
     what the switch catches and what it does not. ``torch.nn.attention.varlen``, which torch has for
     GPUs only, then runs on the CPU, too.
 
-    `attn` serves dense tensors of float64, float32, bfloat16 and float16, on the CPU, and on CUDA
+    `attn` takes dense tensors of float64, float32, bfloat16 and float16, on the CPU, and on CUDA
     if the CUDA kernels were compiled and the GPU can run them (compute capability 8.0 or higher).
     Calls with other tensors go to the built-in, as without the switch. Wrong shapes, dtypes and
     devices are errors, as without the switch, but with the messages of :func:`torch_attn.sdpa`.
@@ -109,7 +110,7 @@ def replace_sdpa() -> Replacement:
 
     Turning the switch on or off discards what ``torch.compile`` has compiled
     (:func:`torch.compiler.reset`). The next call compiles again, with the attention that is then in
-    use. The caches on disk keep the code with and without the switch apart.
+    use. Caches on disk store the code with and without the switch under different keys.
 
     Returns:
         A handle: `remove()` turns the switch off, and `calls` says how often `attn` was called. If
@@ -143,10 +144,10 @@ def sdpa_is_replaced() -> bool:
 
 
 def restore_sdpa() -> None:
-    """Gives ``F.scaled_dot_product_attention`` back to the built-in, whatever code replaced it.
+    """Turns the switch of :func:`replace_sdpa` off, whatever code turned it on.
 
-    It removes every handle of :func:`replace_sdpa` that is on, also dropped handles. It warns of
-    each handle whose `calls` is 0. If the switch is off, it does nothing.
+    It removes every handle that is on, including dropped handles. It warns of each handle whose
+    `calls` is 0. If the switch is off, it does nothing.
 
     Raises:
         RuntimeError: as for :func:`replace_sdpa`.
@@ -173,7 +174,7 @@ def replacing_sdpa() -> Iterator[Replacement]:
     See :func:`replace_sdpa`.
 
     It cannot decorate a generator or a coroutine, because their bodies run after the decorated call
-    is over. If nothing called attn in the block, a warning at the end names possible reasons.
+    is over. If attn answered no call in the block, a warning at the end names possible reasons.
 
     Yields:
         The handle.
@@ -240,7 +241,7 @@ _jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
     """Counts a call of the built-in with jagged tensors, and returns whether attn answers it.
 
-    The dispatcher does not count such a call, because jagged tensors intercept it first.
+    The dispatcher does not count such a call, because jagged tensors intercept the call before it.
     """
     has_kernels = torch.ops.attn._has_kernels(query.device)
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -293,9 +294,9 @@ def _mark_caches(on: bool) -> None:
     """While the switch is on, marks the keys under which compiled graphs are stored on disk.
 
     Without the mark, a key would be the same with and without the switch, because a key depends
-    only on the calls in a graph. From torch 2.13 on, the public setting for a mark holds for one
-    thread only. So this function sets the value that an environment variable would force. That
-    value holds for all threads.
+    only on the calls in a graph. From torch 2.13 on, the public setting, ``cache_key_tag``, holds
+    for one thread only. So this function sets the value that an environment variable would force,
+    because that value holds for all threads.
     """
     global _mark_before
     config: Any = torch.compiler.config

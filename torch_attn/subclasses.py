@@ -35,7 +35,10 @@ __all__ = ["register_when_imported"]
 
 @functools.cache
 def register_when_imported() -> None:
-    """Adds the operators to each subclass when its module is imported; `torch_attn` calls this."""
+    """Adds the operators to each subclass once PyTorch's module of that subclass is imported.
+
+    ``import torch_attn`` calls this function.
+    """
     when_imported("torch.nn.attention.bias", _register_causal_bias)
     when_imported("torch.nested._internal.nested_tensor", _register_nested)
 
@@ -262,7 +265,7 @@ def _attend_jagged(
 
 
 def _with_gaps(tensor: Any) -> tuple[Tensor, Tensor]:
-    """Returns the bounds of each sequence and of the gap before it, and the sequences' lengths."""
+    """Returns the bounds of the sequences and of the gaps before them, and the lengths."""
     starts = tensor.offsets()
     lengths = starts.diff() if tensor.lengths() is None else tensor.lengths()
     starts = starts[:-1]

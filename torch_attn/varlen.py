@@ -90,15 +90,15 @@ def varlen_attn(
         attn_mask: ``[Hq or 1, T_q, max_k]``, boolean or floating: each query has a row over the
             keys of its own sequence. Differentiable.
 
-        key_scale, value_scale: float32, of a key or value in int8 or float8_e4m3fn, as for
-            :func:`torch_attn.sdpa`. key_scale broadcasts to ``[T_k, Hk]``, or with a `block_table`
-            to ``[pages, page_size, Hk]``. value_scale broadcasts to the same shape with Hv in place
-            of Hk.
+        key_scale, value_scale: float32, the scales of a key or value in int8 or float8_e4m3fn, as
+            for :func:`torch_attn.sdpa`. key_scale broadcasts to ``[T_k, Hk]``, or with a
+            `block_table` to ``[pages, page_size, Hk]``. value_scale broadcasts to the same shape
+            with Hv in place of Hk.
 
     Returns:
         ``[T_q, Hq, Ev]`` in query's dtype. With `return_aux`, the pair of this output and the
         logsumexp, ``[Hq, T_q]``, float32 (float64 for float64), differentiable. A query that may
-        attend to no key has the output 0 and the logsumexp -inf.
+        attend to no key has the output 0. Its logsumexp is the sink, or -inf if there is no sink.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or, on a CPU, starts, lengths or pages
@@ -109,10 +109,10 @@ def varlen_attn(
         TypeError, ValueError: as for :func:`torch_attn.sdpa`, and for a negative `num_splits`.
 
     Derivatives, memory, precision and determinism are as in :func:`torch_attn.sdpa`. Without
-    dropout, output and gradients of a sequence have the bits of a call with this sequence alone,
-    ``sdpa(..., query_offset=S - L)``. On a GPU this holds only within :func:`torch_attn.invariant`.
-    In half types on a GPU, the heads in both calls must also begin at addresses that are multiples
-    of 16.
+    dropout, output and gradients of a sequence have the same bits as in a call with this sequence
+    alone, ``sdpa(..., query_offset=S - L)``. On a GPU they have the same bits only within
+    :func:`torch_attn.invariant`. In half types on a GPU, the heads in both calls must also begin at
+    addresses that are multiples of 16.
 
     Example:
         >>> lengths = torch.tensor([5, 0, 12, 7])

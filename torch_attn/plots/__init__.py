@@ -13,8 +13,8 @@ at the time of the call, so ``matplotlib.rc_context`` sets a theme. All other co
 ``PALETTE``, can be told apart with every kind of colour vision. Text sizes follow ``font.size``.
 
 Text is drawn literally, never as a formula. Matplotlib's default font lacks Chinese characters and
-emoji, and draws boxes in their place. After the default font, list installed fonts that have these
-characters::
+emoji, and draws boxes in their place. To draw them, name installed fonts that have these characters
+after the default font::
 
     matplotlib.rcParams["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Emoji"]
 

@@ -19,7 +19,7 @@ _LEAST = 0.3  # the picture keeps at least this fraction of the axes' original b
 
 
 def laid_out(ax: Axes) -> bool:
-    """Whether matplotlib makes room for the colour bar and the labels of these axes."""
+    """Returns whether matplotlib makes room for the colour bar and the labels of these axes."""
     figure: Any = ax.get_figure(root=True)
     engine = figure.get_layout_engine()
     return isinstance(engine, ConstrainedLayoutEngine) and ax.get_subplotspec() is not None
@@ -68,7 +68,7 @@ class _Place:
         return self._ax.get_subplotspec()
 
     def of_axes(self, renderer: Any) -> Bbox:
-        """The axes' own box in pixels: the original box without the labels and the bar."""
+        """The box of the axes alone, in pixels: the original box minus room for labels and bar."""
         whole = self._whole(renderer)
         bar = renderer.points_to_pixels(_GAP + _THICK)
         below = _below(self._ax, renderer) + (_below(self.bar, renderer) + bar)

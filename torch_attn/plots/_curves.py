@@ -109,7 +109,7 @@ def scaling(
         title: over the picture.
         ax: where to draw; None makes a figure.
         logy: whether the vertical axis is logarithmic. If a number is 0 or negative, the axis is
-            linear near 0, below the least positive number.
+            logarithmic only above the least positive number, and linear around 0.
 
     Example:
         >>> sizes = torch.tensor([1, 4, 16, 64])

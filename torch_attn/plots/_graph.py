@@ -36,7 +36,7 @@ def graph(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Weights as edges from keys to queries. The weight sets the width, the key sets the colour.
+    """Weights as edges from keys to queries. The weight sets the width, and the key the colour.
 
     If L = S and `keys` equals `queries` or is left out, each token is a query and a key. The tokens
     then form a ring, where the edge from a token to itself is a loop. Otherwise the keys form a

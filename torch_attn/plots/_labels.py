@@ -153,7 +153,7 @@ class Labels(Artist):
 
 
 def _overlaps(a: Array, b: Array) -> Any:
-    """Whether each box of a `[N, 4]` overlaps each box of b `[M, 4]`: `[N, M]`."""
+    """For each pair of boxes of a `[N, 4]` and b `[M, 4]`, whether they overlap: `[N, M]`."""
     apart = (a[:, None, :2] >= b[None, :, 2:]) | (b[None, :, :2] >= a[:, None, 2:])
     return ~apart.any(-1)
 

@@ -126,11 +126,11 @@ def tsne(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Queries and keys of one head in one plane: neighbours stay neighbours.
+    """Queries and keys of one head as points in one plane, placed by t-SNE.
 
-    t-SNE preserves neighbourhoods. Distances between far points, sizes of groups and directions
-    mean nothing, so the axes have no numbers. A label that fits nowhere is left out. This function
-    needs scikit-learn.
+    Neighbours stay neighbours. Distances between far points, sizes of groups and directions mean
+    nothing, so the axes have no numbers. A label that fits nowhere is left out. This function needs
+    scikit-learn.
 
     Args:
         query: ``[L, E]``, drawn as triangles.
@@ -146,7 +146,7 @@ def tsne(
         ax: where to draw; None makes a figure.
 
     Raises:
-        ImportError: scikit-learn is missing or does not import.
+        ImportError: scikit-learn is missing or cannot be imported.
         ValueError: a shape or option is wrong; query or key has a number that is not finite; or,
             with "cosine", all numbers of a vector are 0 or below about 1e-18 of the largest number
             in query and key.
@@ -229,9 +229,9 @@ def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
         raise ImportError(
             f"plots.tsne needs scikit-learn: {install('lesson')} ({error})", name=error.name
         ) from error
-    # scikit-learn starts from the two principal components, divided by the standard deviation of
-    # the first component. If this deviation is 0, scikit-learn's compiled code reads out of bounds.
-    # Differences that float32 may round away count as 0.
+    # With init="pca", scikit-learn divides by the standard deviation of the first principal
+    # component. If this deviation is 0, scikit-learn's compiled code reads out of bounds. So the
+    # points start at random if float32 may round all differences of the vectors away.
     spread = np.abs(vectors - vectors.mean(0)).max()
     directed = min(vectors.shape) > 1 and spread > 16 * np.finfo(np.float32).eps
     reduction = manifold.TSNE(

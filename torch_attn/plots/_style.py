@@ -83,7 +83,7 @@ def shown(token: str, longest: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Escapes "$", because matplotlib takes text between two dollar signs for a formula."""
+    """Escapes "$", because matplotlib reads text between two dollar signs as a formula."""
     return text.replace("$", r"\$")
 
 
