@@ -171,7 +171,10 @@ def _ring(call: Call, inputs: Inputs) -> Tensor:
 
 
 def _gathered(call: Call, inputs: Inputs) -> Tensor:
-    """Gathers all keys on each process, in float32, so that no part of a gradient is rounded."""
+    """Gathers all keys on each process.
+
+    Half types become float32, so that no part of a gradient is rounded to a half type.
+    """
     layout, (_, S) = call.layout, call.layout.lengths
     key, value = (
         all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
@@ -283,7 +286,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Returns the gradients unchanged. Taking a derivative of them raises an error."""
+    """Returns the gradients unchanged. A second derivative raises an error."""
 
     @staticmethod
     def forward(*tensors: Tensor | None) -> Any:
