@@ -1,8 +1,8 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_program_trace.py` runs the user's functions and sees their calls of PyTorch. If a value in a call
-depends on both query and key, a rule of this module writes the call into the list. `RULES` maps the
-name of a PyTorch function to our rule. The rule takes the list and the parameters of that function.
+`_program_trace.py` runs the user's functions and sees their calls of PyTorch. If the result of a
+call has the kind PAIR, a rule of this module writes the call into the list. `RULES` maps the name
+of a PyTorch function to our rule. The rule takes the list and the arguments of that function.
 """
 
 from __future__ import annotations
@@ -234,8 +234,7 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each rule takes the list and the arguments of a PyTorch function, and returns a Value
-# of kind PAIR.
+# The rules. Each rule returns a Value of kind PAIR.
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
