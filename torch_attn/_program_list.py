@@ -30,7 +30,7 @@ class Value:
     shape: tuple[int, ...] = ()
     node: int = -1  # the place in the list, if kind is PAIR
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
-    constant: bool = False  # made by the function from no captured tensor
+    constant: bool = False  # the function made it without captured tensors
     limits: tuple[int, int] | None = None  # least and largest number, if they are known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
 
@@ -316,7 +316,7 @@ def _pow(ops: List, input: Any, exponent: Any) -> Value:
 
 def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
     dtype = promoted(*(x for x in (input, min, max) if x is not None))
-    if letter(dtype) != "f" and (min is None or max is None):  # no whole number is infinite
+    if letter(dtype) != "f" and (min is None or max is None):  # infinity is no whole number
         name = "maximum" if max is None else "minimum"
         return ops.operation(dtype, name, input, min if max is None else max)
     least, most = -math.inf if min is None else min, math.inf if max is None else max

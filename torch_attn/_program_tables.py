@@ -191,7 +191,7 @@ def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int |
 
     It combines the indices of all dimensions of `source` that are not in `own`.
     """
-    parts: dict[int, Any] = {}  # summands of the index, by kind: PyTorch adds those not of PAIR
+    parts: dict[int, Any] = {}  # sums by kind: PyTorch adds every kind but PAIR
     is_inside: Any = None
     stride = 1
     for dim in reversed(range(source.dim())):

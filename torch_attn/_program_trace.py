@@ -59,7 +59,7 @@ class Tracer(TorchFunctionMode):
     def index(self, kind: int, axis: int, size: int) -> Value:
         """Returns the numbers 0, 1, ... along an axis: b, h, or n for rows, keys or distances."""
 
-        device = self.device  # make() holds no self, because a cycle would wait for the collector
+        device = self.device  # make() holds no self, so that there is no reference cycle
 
         def make() -> Tensor:
             numbers = torch.arange(size, device=device)

@@ -26,7 +26,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The operations that the kernels run for every pair, and the numbers that they read.
+    """The operations that kernels run for every pair, and the numbers that the operations read.
 
     For the pair of query i and key j, the operations read row i of row_terms and row_numbers, row j
     of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B of

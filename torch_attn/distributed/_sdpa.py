@@ -202,7 +202,8 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
-        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row is ambiguous
+        # If a process has one query, one row of a mask may be for this query or for all queries.
+        if any(Layout.length(pieces) == 1 for pieces in queries):
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:

@@ -82,14 +82,14 @@ def register(name: str = "attn") -> str:
 
     Models that do not use transformers' AttentionInterface do not use `attn`:
 
-    - Some accept any `attn_implementation` and keep their own attention. In transformers 5.23 these
-      are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
-      MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of :func:`calls`
-      does not grow, and `model.set_attn_implementation(name)` logs a warning.
-    - Others look up the implementation in a table of their own, and raise KeyError: 'attn' if they
-      are made with `attn_implementation="attn"`. Make these models without it: Bark,
-      Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until transformers
-      5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
+    - Some models accept any `attn_implementation` and keep their own attention. In transformers
+      5.23 these are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer,
+      MPNet, MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of
+      :func:`calls` does not grow, and `model.set_attn_implementation(name)` logs a warning.
+    - Other models look up the implementation in a table of their own, and raise KeyError: 'attn' if
+      they are made with `attn_implementation="attn"`. Make these models without that argument:
+      Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until
+      transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
 
     Returns:
         `name`.
@@ -396,7 +396,7 @@ _watching = 0  # how many blocks of calling_sdpa are open
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
     """Within the block, all transformers models inside `model` attend with "sdpa" or `attn`.
 
-    A model that uses "sdpa" or `attn` already does not change. Any other model gets our
+    A model that already uses "sdpa" or `attn` does not change. Any other model gets our
     implementation, under a private name. Does nothing if transformers was not imported.
     """
     global _watching
@@ -615,7 +615,7 @@ def _pattern(
     if isinstance(offset, Tensor):
         start = offset
     elif context.is_on():  # the first and the last key may be on another process
-        if attention_mask is not None and padding is None:  # padding there is unknown here
+        if attention_mask is not None and padding is None:  # other processes may have padding
             padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
         if offset + q_length <= left + 1:  # the window reaches to the first key
