@@ -228,7 +228,7 @@ def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None
 
 
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:
-    """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, by PyTorch.
+    """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, which PyTorch computes.
 
     Calls index_select, because its derivative adds in a fixed order. The derivative of
     `source[places]` adds with atomics, in an order that varies.

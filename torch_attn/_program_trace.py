@@ -80,7 +80,7 @@ class Tracer(TorchFunctionMode):
         return place
 
     def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
-        """Runs a function and returns where its result is in the list."""
+        """Runs a function and returns the place of its result in the list."""
         places = [self.put(x) for x in arguments]
         with self:
             result = function(*places)
@@ -150,7 +150,7 @@ class Tracer(TorchFunctionMode):
         return self.put(result)
 
     def assign(self, target: Any, value: Value, name: str) -> Any:
-        """Assigns in place, as `target += x` does: every name of the tensor sees the new value."""
+        """Assigns in place, as `target += x` does: every reference sees the new value."""
         if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
         own: Any = self.value(target)

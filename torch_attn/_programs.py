@@ -1,7 +1,7 @@
 """The program of a score_mod and a mask_mod: two lists of operations, and the numbers they read.
 
-FlexAttention's score_mod and mask_mod are called functions of the pair here, because each call of
-them is for one pair of a query i and a key j.
+This package calls FlexAttention's score_mod and mask_mod "functions of the pair", because each call
+of these functions gets one pair of a query i and a key j.
 """
 
 from __future__ import annotations

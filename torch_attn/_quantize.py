@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["quantize_kv"]
 
-# For each dtype, the largest absolute number that quantize_kv stores. It never stores -128 as int8.
+# For each dtype, the largest absolute number that quantize_kv stores. So int8's -128 is not used.
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 

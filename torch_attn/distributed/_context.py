@@ -31,7 +31,7 @@ class Batch(dict[str, Tensor]):
 
     @property
     def own(self) -> list[Piece]:
-        """The pieces of the sequence that this process has."""
+        """This process's pieces of the sequence."""
         return self.layout.queries[self.layout.rank]
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:

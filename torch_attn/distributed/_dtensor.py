@@ -97,7 +97,7 @@ def _kind(name: str) -> str:
 
 
 def _is_empty(kind: str, tensor: Tensor) -> bool:
-    """Whether this is an empty residual. It is 1-D; any other has the output's shape."""
+    """Whether this is an empty residual. It is 1-D; any other residual has the output's shape."""
     return kind == "residual" and tensor.ndim == 1
 
 

@@ -17,7 +17,7 @@ __all__ = ["Ring", "exchanged", "told", "waiting"]
 
 @contextlib.contextmanager
 def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """If the group raises an error, adds which process waited, and for what."""
+    """Makes the group's errors say which process waited, and for what."""
     try:
         yield
     except RuntimeError as error:
@@ -69,9 +69,8 @@ class Ring:
     In step s every process sends its own block to the process s places ahead, and receives the
     block of the process s places behind, while it computes with the block of step s - 1. So a
     process holds at most two blocks beside its own, and never forwards a block. A block goes only
-    to processes that need it. If the blocks are in order, these are half of the processes on
-    average in a causal call. In a call with a window, these are the neighbours that the window
-    reaches.
+    to processes that need it. If the blocks are in order, a causal call sends it to half of the
+    processes on average. A call with a window sends it to the neighbours that the window reaches.
     """
 
     def __init__(self, call: Call, own: list[Tensor]) -> None:

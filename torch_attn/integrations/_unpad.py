@@ -398,7 +398,7 @@ def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output
 def _guard_backward(known: _Stack, layer: nn.Module, states: Tensor) -> None:
     """Refuses a backward that computes layers again (checkpointing) after `unpad` has ended.
 
-    The layers may then have another attention, which would let sequences attend to each other.
+    By then, the layers may have another attention, which would let sequences attend to each other.
     """
 
     def check(_: Tensor) -> None:

@@ -264,8 +264,8 @@ def attention_forward(
     """The attention function that transformers calls.
 
     Args:
-        module: the attention module that calls. This function reads its `training`, `is_causal` and
-            `num_key_value_groups`.
+        module: the calling attention module. This function reads the module's `training`,
+            `is_causal` and `num_key_value_groups`.
         query: `[B, H, L, E]`.
         key: `[B, H / num_key_value_groups, S, E]`, not repeated for the heads of a group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
@@ -513,7 +513,7 @@ class _Pattern:
         return options
 
     def to(self, *args: Any, **kwargs: Any) -> _Pattern:
-        """Moves the pattern to another device. accelerate calls `to` of a layer's arguments."""
+        """Moves the pattern to another device. accelerate calls `to` on a layer's arguments."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
         texts = None if self.texts is None else self.texts.to(*args, **kwargs)
@@ -597,8 +597,8 @@ def _pattern(
     If every query sees all keys that are not padding, returns only the mask of padding, or None if
     there is no padding.
     """
-    # If q_offset is a tensor, the difference is a new tensor. This is necessary, because a static
-    # cache changes q_offset in place before layers attend.
+    # A static cache changes the tensor q_offset in place before layers attend, so `offset` must be
+    # a new tensor.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
