@@ -47,9 +47,9 @@ def convert(model: nn.Module) -> Converted:
     :class:`torch.nn.MultiheadAttention`. A module that appears in several places is listed once.
     Modules that an earlier call converted are not listed again.
 
-    Convert a model before you compile, parametrize or shard it. A file with a whole converted model
-    (``torch.save(model)``) needs torch_attn to be loaded. A file with the state_dict does not need
-    it. :func:`unconvert` converts a model back, for TorchScript for example.
+    Convert a model before you compile, parametrize or shard it. Loading a whole converted model
+    (``torch.save(model)``) needs torch_attn, but loading the state_dict does not. :func:`unconvert`
+    converts a model back, for TorchScript for example.
 
     Args:
         model: changed in place.
@@ -171,14 +171,14 @@ def _attentions(
 
 
 def _changed(module: nn.MultiheadAttention, cls: type) -> str:
-    """Says why a module may do something else than `cls` does; returns "" if it cannot."""
+    """Returns why a module may compute something else than `cls`, or ""."""
     if type(module) is not cls:
         return f"its class, {type(module).__qualname__}, is derived"
     return "its forward was replaced" if "forward" in vars(module) else ""
 
 
 def _beyond_torch(module: MultiheadAttention) -> str:
-    """Says what this module does that torch's module cannot do; returns "" if there is nothing."""
+    """Returns why torch's module cannot replace this module, or ""."""
     own = module._own().items()
     if more := [f"{name}={value}" for name, (value, default) in own if value != default]:
         return f"torch's module has no {', '.join(more)}"

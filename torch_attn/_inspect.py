@@ -39,15 +39,15 @@ def inspect(
 ) -> Inspection:
     """Calls a model once and returns how every layer and head attended.
 
-    It works with models of transformers, with :class:`torch.nn.MultiheadAttention` and modules that
-    contain it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model that calls
-    ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself. It works in training and
-    in evaluation, with masks, grouped heads and caches of keys.
+    `inspect` works with models of transformers, with :class:`torch.nn.MultiheadAttention` and
+    modules that contain it, with :class:`torch_attn.nn.MultiheadAttention`, and with every model
+    that calls ``F.scaled_dot_product_attention`` or :func:`torch_attn.sdpa` itself. `inspect` works
+    in training and in evaluation, with masks, grouped heads and caches of keys.
 
     The model computes as always, with its usual gradients. The captured numbers are computed
     separately and have no gradients. Three things differ, and change the output by rounding at
-    most. In evaluation, PyTorch does not take its shortcuts around modules. Models of transformers
-    that use neither "sdpa" nor attn compute with :func:`torch_attn.sdpa` in this call. Code that
+    most. In evaluation, PyTorch's modules do not take their fast paths. Models of transformers that
+    use neither "sdpa" nor attn compute with :func:`torch_attn.sdpa` in this call. Code that
     ``torch.compile`` has compiled runs uncompiled. After the call, even if it raises, the model is
     as before.
 
@@ -71,9 +71,9 @@ def inspect(
     Raises:
         RuntimeError: no attention was seen; the message says what cannot be seen.
         TypeError: `model` is no module, or `saturated_above` is no number.
-        ValueError: `saturated_above` is not from 0 to 1; or `inspect` cannot see a transformers
-            model's implementation of attention, and the model needs attention that the operator
-            does not compute, such as keys that an indexer chooses.
+        ValueError: `saturated_above` is not from 0 to 1; or a model of transformers would have to
+            compute with :func:`torch_attn.sdpa`, but needs something that the operator lacks, such
+            as keys that an indexer chooses.
 
     Example:
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -148,8 +148,8 @@ class _Where:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() != thread:
                 return
-            # PyTorch calls `leave` without `enter` if a global hook, for all modules, raises before
-            # `enter`. PyTorch does not call `leave` after a KeyboardInterrupt.
+            # PyTorch calls `leave` without `enter` if a global hook (a hook of all modules) raises
+            # before `enter`. PyTorch does not call `leave` after a KeyboardInterrupt.
             for depth in reversed(range(len(calls))):
                 if calls[depth].module is module:
                     del calls[depth:]
@@ -209,7 +209,7 @@ class _Call:
 def _same(query: Tensor, key: Tensor) -> bool:
     """Returns whether the query and the key are the same sequence.
 
-    They may be two equal tensors, as in ``attention(norm(x), norm(x), x)``.
+    Two tensors with equal numbers count as the same, as in ``attention(norm(x), norm(x), x)``.
     """
     if query is key:
         return True
@@ -250,7 +250,7 @@ class _Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         arguments = _attentions().get(func)
         if arguments is not None and not _recording.get():
-            # PyTorch has turned this mode off here, but not the mode of an enclosing `inspect`.
+            # PyTorch has turned this mode off here, but the mode of an enclosing `inspect` is on.
             token = _recording.set(True)
             try:
                 with torch.no_grad():

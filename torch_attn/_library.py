@@ -1,4 +1,4 @@
-"""Loads libattn.so, which contains the operators, in the build for the running torch."""
+"""Loads the libattn.so that was built for the running torch, and so registers the operators."""
 
 import ctypes
 import json

@@ -44,9 +44,9 @@ class PagedCache:
     have different numbers of keys until all layers have appended. The first layer that needs a page
     takes it for all layers.
 
-    The cache copies keys and values into the pool as numbers. It passes on no derivatives, so
-    :meth:`attend` refuses a query that requires a gradient. Generate under :func:`torch.no_grad`.
-    The bookkeeping is in Python, on the CPU. Only one thread at a time may use a cache.
+    The cache copies keys and values without their derivatives. So :meth:`attend` refuses a query
+    that requires a gradient. Generate under :func:`torch.no_grad`. The bookkeeping is in Python, on
+    the CPU. Only one thread at a time may use a cache.
 
     Args:
         pages: the number of pages, for all sequences together.
@@ -194,8 +194,8 @@ class PagedCache:
             value: ``[T, Hv, Ev]``, likewise.
             cu_seq: int32 or int64 ``[N + 1]``: 0, then the row after each sequence's new keys, as
                 :func:`varlen_attn` takes it. A sequence may get no tokens. Rows after the last
-                sequence are not stored. The cache reads `cu_seq`. This synchronises if `cu_seq` is
-                on a GPU, so `cu_seq` may be on the CPU instead.
+                sequence are not stored. The CPU reads `cu_seq`, which synchronises if `cu_seq` is
+                on a GPU. `cu_seq` may be on the CPU even if the cache is on a GPU.
             layer: the layer of these keys and values.
         """
         handles = list(handles)
@@ -216,11 +216,11 @@ class PagedCache:
         if self.key.dtype in MOST:
             new = [part for x in new for part in quantize_kv(x, self.key.dtype)]
         # Plans the new tables before it changes the cache, so that an error leaves the cache
-        # unchanged. New pages come from the end of `_free`. `left` counts how many sequences leave
-        # a shared page, because they get a copy of the page. If one sequence remains on the page,
-        # this sequence writes into the page itself. The longest sequence is planned last. So it is
-        # the one that remains, and its new rows come after the rows of all other sequences on the
-        # page.
+        # unchanged. New pages come from the end of `_free`. A sequence that appends to a shared
+        # page leaves the page and takes a copy of it. `left` counts these sequences. If all other
+        # sequences have left the page, the last one writes into the page itself. The longest
+        # sequence is planned last, so the last one is the longest, and its new rows come after the
+        # rows of all other sequences on the page.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
         slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool

@@ -1,8 +1,8 @@
 """The list of operations of a score program, and the rules that write PyTorch's calls into it.
 
-`_program_trace.py` runs the user's functions and sees their calls of PyTorch. If a value in a call
-depends on both query and key, a rule of this module writes the call into the list. `RULES` maps the
-name of a PyTorch function to our rule. The rule takes the list and the parameters of that function.
+`_program_trace.py` runs the user's functions and sees their calls of PyTorch. If the result of a
+call has the kind PAIR, a rule of this module writes the call into the list. `RULES` maps the name
+of a PyTorch function to our rule. The rule takes the list and the arguments of that function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Value:
     shape: tuple[int, ...] = ()
     node: int = -1  # the place in the list, if kind is PAIR
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
-    constant: bool = False  # made by the function from no captured tensor
+    constant: bool = False  # the function made it without captured tensors
     limits: tuple[int, int] | None = None  # least and largest number, if they are known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
 
@@ -234,8 +234,7 @@ def write(
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
 
 
-# The rules. Each rule takes the list and the arguments of a PyTorch function, and returns a Value
-# of kind PAIR.
+# The rules. Each rule returns a Value of kind PAIR.
 
 
 def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callable[..., Value]:
@@ -317,7 +316,7 @@ def _pow(ops: List, input: Any, exponent: Any) -> Value:
 
 def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
     dtype = promoted(*(x for x in (input, min, max) if x is not None))
-    if letter(dtype) != "f" and (min is None or max is None):  # no whole number is infinite
+    if letter(dtype) != "f" and (min is None or max is None):  # infinity is no whole number
         name = "maximum" if max is None else "minimum"
         return ops.operation(dtype, name, input, min if max is None else max)
     least, most = -math.inf if min is None else min, math.inf if max is None else max

@@ -1,8 +1,8 @@
 """Computes `table[index]` in a score_mod or mask_mod; the table is a captured or computed tensor.
 
-If the index does not depend on both query and key, PyTorch looks up the numbers for all rows, keys
-or distances, as a vector. Otherwise the kernels read the tensor in place, as a view of all pairs or
-as a table.
+If the index depends on the query i alone, on the key j alone, on i - j alone or on none of these,
+PyTorch looks up a vector: a number for each row, key or distance. Otherwise the kernels read the
+tensor in place, as a view with an element for each pair, or as a table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
             break
     if sum(x is not None for x in keys) > table.dim():
         tracer.fail(f"{len(keys)} indices of {tracer.name_of(table)}", "give fewer")
-    # First applies the parts of the key that are not tensors: numbers, slices and None.
+    # First applies the parts of `key` that are not tensors: numbers, slices and None.
     static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
     if any(x != slice(None) for x in static):
         table = tracer.general(torch.Tensor.__getitem__, (table, tuple(static)), {})
@@ -58,10 +58,10 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
 
 
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
-    """Returns an index for each dimension of a vector `[B|1, H|1, N|1, *shape]`.
+    """Returns an index for each dimension of a value's vector `[B|1, H|1, N|1, *shape]`.
 
-    With these indices the vector can be read like a captured table. The dimensions of `shape` have
-    the index None.
+    So the vector can be looked up like a captured tensor. The dimensions of `shape` get None,
+    because the user's function indexes them.
     """
     first = []
     for axis, n in enumerate(value.tensor.shape[:3]):
@@ -99,7 +99,7 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
 
 
 def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
-    """Returns `source[b, h, i, j]` as a view of all pairs, which the kernels read as a mask.
+    """Returns `source[b, h, i, j]` as a view `[B|1, H|1, L, S]`, which the kernels read as a mask.
 
     Instead of i or j, an index may be a i + b j + c with whole numbers a, b and c. Returns None if
     there is no such view, for example because an index has another form, or if the user's function
@@ -143,7 +143,7 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
 
 
 def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
-    """Returns `source[places]` for an index of the pair. The kernels read the tensor as a table.
+    """Returns `source[places]` of kind PAIR, which the kernels read from a table.
 
     The table has four dimensions: batch, head, row and a last one. A dimension of `source` with the
     index b or h becomes the table's batch or head. A dimension with the index i or j (plus a
@@ -191,7 +191,7 @@ def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int |
 
     It combines the indices of all dimensions of `source` that are not in `own`.
     """
-    parts: dict[int, Any] = {}  # summands of the index, by kind: PyTorch adds those not of PAIR
+    parts: dict[int, Any] = {}  # sums by kind: PyTorch adds every kind but PAIR
     is_inside: Any = None
     stride = 1
     for dim in reversed(range(source.dim())):
@@ -228,7 +228,7 @@ def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None
 
 
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:
-    """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, by PyTorch.
+    """Returns `source[places]`, `[B|1, H|1, N|1, *rest]`, which PyTorch computes.
 
     Calls index_select, because its derivative adds in a fixed order. The derivative of
     `source[places]` adds with atomics, in an order that varies.

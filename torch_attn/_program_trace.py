@@ -2,10 +2,10 @@
 
 The functions of FlexAttention take single numbers: `score_mod(score, b, h, q_idx, kv_idx)`.
 `Tracer` calls each function once, with 0-d tensors. `Tracer` is a TorchFunctionMode, so it sees
-every call of PyTorch. If a value does not depend on both query and key, PyTorch's own operation
-computes it on a vector over the rows, the keys or the distances i - j. Any operation is allowed
-there, and autograd records it. If a value depends on both, `Tracer` writes the operation into a
-list (`_program_list.py`), which the kernels run inside their tiles.
+every call of PyTorch. If a value depends on the query i alone, on the key j alone, on i - j alone
+or on none of these, PyTorch's own operation computes a vector over the rows, keys or distances. Any
+operation is allowed there, and autograd records it. For every other value, `Tracer` writes the
+operation into a list (`_program_list.py`), which the kernels run inside their tiles.
 
 The function gets placeholder tensors, called places. The numbers in a place have no meaning, but a
 place has the dtype and the shape of a value, so `score.dtype` and `b.new_ones(())` work. Its
@@ -59,7 +59,7 @@ class Tracer(TorchFunctionMode):
     def index(self, kind: int, axis: int, size: int) -> Value:
         """Returns the numbers 0, 1, ... along an axis: b, h, or n for rows, keys or distances."""
 
-        device = self.device  # make() holds no self, because a cycle would wait for the collector
+        device = self.device  # make() holds no self, so that there is no reference cycle
 
         def make() -> Tensor:
             numbers = torch.arange(size, device=device)
@@ -80,7 +80,7 @@ class Tracer(TorchFunctionMode):
         return place
 
     def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
-        """Runs a function and returns where its result is in the list."""
+        """Runs a function and returns the place of its result in the list."""
         places = [self.put(x) for x in arguments]
         with self:
             result = function(*places)
@@ -150,7 +150,7 @@ class Tracer(TorchFunctionMode):
         return self.put(result)
 
     def assign(self, target: Any, value: Value, name: str) -> Any:
-        """Assigns in place, as `target += x` does: every name of the tensor sees the new value."""
+        """Assigns in place, as `target += x` does: every reference sees the new value."""
         if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
         own: Any = self.value(target)
@@ -285,7 +285,7 @@ class Tracer(TorchFunctionMode):
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
-        """Returns the Value of a form.
+        """Returns the Value of a form (a, b, c).
 
         Returns None if the form depends on i and j, but not on i - j alone.
         """
@@ -391,7 +391,7 @@ class Tracer(TorchFunctionMode):
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """Refuses functions that run without gradients, although the caller records gradients.
 
-        An autograd.Function runs its forward without gradients, so its backward would be lost.
+        The forward of an autograd.Function is an example: nothing would call its backward.
         """
         if not self.tracking or torch.is_grad_enabled():
             return
@@ -468,8 +468,8 @@ _OPERATORS = (
 def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
     """Yields each elementwise function with four facts about it.
 
-    The facts are its name, the function that computes the same in a new tensor, whether the
-    operands are reversed (`__radd__`), and whether the function works in place.
+    The facts are the name, the function that returns the result in a new tensor, whether the
+    operands are reversed (`__radd__`), and whether the elementwise function works in place.
     """
     for name in (*RULES, *_OF_VECTORS.split()):
         for function in _named(_HOLDERS, name):
@@ -499,7 +499,7 @@ _QUESTIONS = _named(_HOLDERS, "dim size stride numel is_floating_point is_comple
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "requires_grad")
 }
-# Functions that read no number of their first argument.
+# Functions that read only the shape, dtype or device of their first argument, and no number.
 _LIKE = _named(
     _HOLDERS,
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",

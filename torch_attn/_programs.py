@@ -1,6 +1,7 @@
 """The program of a score_mod and a mask_mod: two lists of operations, and the numbers they read.
 
-score_mod and mask_mod are FlexAttention's "functions of the pair" of a query i and a key j.
+This package calls FlexAttention's score_mod and mask_mod "functions of the pair", because each call
+of these functions gets one pair of a query i and a key j.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The operations that the kernels run for every pair, and the numbers that they read.
+    """The operations that kernels run for every pair, and the numbers that the operations read.
 
     For the pair of query i and key j, the operations read row i of row_terms and row_numbers, row j
     of key_terms and key_numbers, and row i - j + S - 1 of distance_terms and distance_numbers. B of

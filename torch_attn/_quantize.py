@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["quantize_kv"]
 
-# The largest number of each dtype that quantize_kv uses. It does not use -128 of int8.
+# For each dtype, the largest absolute number that quantize_kv stores. So int8's -128 is not used.
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 

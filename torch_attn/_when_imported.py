@@ -14,7 +14,7 @@ __all__ = ["when_imported"]
 
 
 def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Calls `function` whenever a module is executed, and at once if it is already imported.
+    """Calls `function` after each execution of a module; at once if the module is imported already.
 
     An exception in `function` becomes a warning, because the module may be of another release of
     torch, and programs that do not use attention should go on.

@@ -31,7 +31,7 @@ class Batch(dict[str, Tensor]):
 
     @property
     def own(self) -> list[Piece]:
-        """The pieces of the sequence that this process has."""
+        """This process's pieces of the sequence."""
         return self.layout.queries[self.layout.rank]
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
@@ -106,7 +106,8 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
         ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids
             or attention_mask among the tensors.
         RuntimeError: within the block, an attention with a mask, an offset, lengths, dropout,
-            weights or statistics, or an attention over other tokens, as with a cache.
+            weights or statistics, or an attention with more or fewer tokens than this process's
+            part, as with a cache.
 
     Example:
         >>> import torch.distributed as dist
@@ -169,7 +170,7 @@ def _forget_compiled() -> None:
 
 
 def is_on() -> bool:
-    """Whether some thread of this process is within a context_parallel."""
+    """Whether some thread of this process is within a context_parallel, ours or torch's."""
     return bool(_answering)
 
 
@@ -178,8 +179,10 @@ _answering: list[Any] = []
 
 @contextlib.contextmanager
 def answering(calls: Any) -> Iterator[None]:
-    """Within the block, ``calls.attend`` answers all calls of attn::sdpa and attn::attention, and
-    the other operators raise."""
+    """Within the block, ``calls.attend`` answers all calls of attn::sdpa and attn::attention.
+
+    The other operators raise an error.
+    """
     _forget_compiled()
     torch.ops.attn._over_processes(1)
     _answering.append(calls)

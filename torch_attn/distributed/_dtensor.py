@@ -47,14 +47,13 @@ def register_when_imported() -> None:
 
     If that module is imported already, the call happens at once. Importing the module takes half as
     long as importing torch, and most programs do not need it.
-
     """
     when_imported("torch.distributed.tensor", register)
     _torchs_context.register_when_imported()
 
 
 def register() -> None:
-    """Tells DTensor how to shard the operators. The package calls this."""
+    """Tells DTensor how to shard the operators. The package itself calls this function."""
     from torch.distributed.tensor import DTensor
 
     for name in (
@@ -98,7 +97,7 @@ def _kind(name: str) -> str:
 
 
 def _is_empty(kind: str, tensor: Tensor) -> bool:
-    """Whether this is an empty residual (1-D). A 2-D call's logsumexp is 1-D too, but not empty."""
+    """Whether this is an empty residual. It is 1-D; any other residual has the output's shape."""
     return kind == "residual" and tensor.ndim == 1
 
 
@@ -146,14 +145,14 @@ class _Sharded:
             self._choose()
 
     def _own(self, name: str, m: int) -> int | None:
-        """Returns the dimension of an argument or a result that mesh dimension m cuts."""
+        """Returns which dimension of an argument or a result the mesh dimension m cuts."""
         dim, kind = self.dims[m], _kind(name)
         if kind in ("key", "value") and m == self.sequence and self.way == "ring":
             return int(self.tensors[kind].ndim + ROWS)
         return None if dim is None else self._cut_with(name, dim)
 
     def _cut_with(self, name: str, dim: int) -> int | None:
-        """Returns the dimension of an argument or a result that belongs to the output's `dim`."""
+        """Returns which dimension of an argument or a result matches the output's `dim`."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
             is_empty = tensor is not None and _is_empty(kind, tensor)
@@ -178,7 +177,7 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """Returns the dimension of the output that dimension m of the mesh cuts.
+        """Returns which dimension of the output the mesh dimension m cuts.
 
         The first tensor that is cut determines the dimension. Query, key and value come first.
         """
@@ -200,7 +199,7 @@ class _Sharded:
         return None
 
     def _choose(self) -> None:
-        """Chooses the method if queries and keys are cut, or only keys."""
+        """Chooses the method of communication if keys are cut, with or without the queries."""
         assert self.sequence is not None
         why = _WHY_NO_RING.get(self.name)
         if self.call.get("cu_seq_q") is not None and self.call.get("attn_mask") is not None:
@@ -220,8 +219,8 @@ class _Sharded:
         if any(
             self._own(n, m) is not None for n in ("query_offset", "key_lengths") for m in others
         ):
-            # Replaces offsets and lengths that differ between processes, because all processes must
-            # choose the same method.
+            # The offsets or lengths differ between processes, but all processes must choose the
+            # same method. So the choice assumes that every query sees all keys.
             zero = call.query_offset.new_zeros(())
             options = {**call.options, "is_causal": False, "window_size": (-1, -1)}
             call = replace(call, options=options, query_offset=zero, key_lengths=None)
@@ -277,7 +276,8 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # DTensors do not take functions of the pair, so the gradients of these functions are None.
+        # The last gradients are for functions of the pair. A call with DTensors has no such
+        # function, so these gradients are None.
         return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:

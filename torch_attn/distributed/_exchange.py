@@ -17,7 +17,7 @@ __all__ = ["Ring", "exchanged", "told", "waiting"]
 
 @contextlib.contextmanager
 def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Adds to an error of the group which process waited, and for what."""
+    """Makes the group's errors say which process waited, and for what."""
     try:
         yield
     except RuntimeError as error:
@@ -37,7 +37,7 @@ def told(L: int, S: int, device: torch.device, group: dist.ProcessGroup) -> Any:
 
 
 class _Messages:
-    """Tensors that are being sent and received. Keeps the sent tensors alive meanwhile."""
+    """Tensors that are being sent and received. Keeps them alive during the transfer."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class _Messages:
 
 
 class Ring:
-    """Sends blocks of keys and values around a ring, and their gradients back.
+    """Sends blocks of keys and values around a ring, and sends the blocks' gradients back.
 
     In step s every process sends its own block to the process s places ahead, and receives the
     block of the process s places behind, while it computes with the block of step s - 1. So a
     process holds at most two blocks beside its own, and never forwards a block. A block goes only
-    to processes that need it. In a causal call half of the processes need it. In a call with a
-    window, only the neighbours that the window reaches need it.
+    to processes that need it. If the blocks are in order, a causal call sends it to half of the
+    processes on average. A call with a window sends it to the neighbours that the window reaches.
     """
 
     def __init__(self, call: Call, own: list[Tensor]) -> None:
@@ -81,7 +81,7 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields a block's number and its tensors in each step; [] if this process needs none."""
+        """Yields a block's number and tensors in each step; [] if this process needs no tensors."""
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)

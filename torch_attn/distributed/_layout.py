@@ -66,7 +66,7 @@ class Layout:
 
     @staticmethod
     def places(pieces: list[Piece]) -> list[slice]:
-        """Returns the rows of each piece in the tensors of its process."""
+        """Returns, for each piece of a process, its rows in the process's tensors."""
         ends = itertools.accumulate((last - first for first, last in pieces), initial=0)
         return [slice(*place) for place in itertools.pairwise(ends)]
 
@@ -114,9 +114,8 @@ class Call:
     def _nearer(self) -> tuple[Tensor, list[int]]:
         """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
-        If the window is huge too, offset and window are reduced by the same number. If only the
-        offset is huge, a query sees all keys or no key, and reducing the offset does not change
-        this.
+        If both are huge, both are reduced by the same number. If only the offset is huge, a query
+        sees all keys or no key, and a smaller offset does not change this.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]

@@ -1,10 +1,10 @@
 """Attention over blocks of keys on different processes: computes parts and merges them.
 
 Let O_b be the output of part b, and l_b its logsumexp. All parts together have the logsumexp l =
-log sum_b exp(l_b) and the output sum_b exp(l_b - l) O_b. The gradients of a part come from a
-backward over the part's keys. This backward gets the output and the logsumexp of all parts
-together. The gradients are then summed over the parts. A sink counts as one more part. Half types
-are computed in float32, so that no summand is rounded. l is float64.
+log sum_b exp(l_b) and the output sum_b exp(l_b - l) O_b. A backward over a part's keys computes the
+part's gradients, from l and the output of all parts. The gradients are then summed over the parts.
+A sink counts as one more part. Inputs of half types become float32, so that no summand is rounded
+to a half type. l is float64.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """Returns an item for each input that has a derivative: `some`, then copies of `rest`."""
+    """Returns `some`, and then `rest` for each further input that has a derivative."""
     number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
 
 def check(call: Call, inputs: Inputs) -> None:
-    """Before any sending, raises what :func:`torch_attn.sdpa` raises for a call with all keys."""
+    """Checks the call like :func:`torch_attn.sdpa`, as if all keys were here, and sends nothing."""
     S, forward = call.layout.lengths[1], torch.ops.attn._sdpa_forward
     given: dict[str, Any] = inputs._asdict()
     given = {n: None if t is None else t.detach() for n, t in given.items()}
@@ -106,7 +106,7 @@ def _weights(part: Tensor, logsumexp: Tensor) -> Tensor:
 
 
 def _of(part: Part, tensors: Any) -> list[Tensor]:
-    """Returns the rows of a part from tensors that have the rows of the query."""
+    """Returns the part's rows of each tensor."""
     return [t[..., part.rows, :] for t in tensors]
 
 
@@ -124,7 +124,7 @@ def _mask(part: Part, mask: Tensor | None) -> Tensor | None:
 
 
 def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
-    """Returns what derivatives need, and each row's logsumexp and greatest score, both float64."""
+    """Returns `Saved` for derivatives, and each row's logsumexp and greatest score in float64."""
     query, key, value, mask, *of_heads = map(wide, inputs)
     slopes, sinks = of_heads
     own = call.layout.queries[call.layout.rank]
@@ -178,7 +178,7 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Returns the gradients in float32 or float64. Slopes and sinks get this process's share."""
+    """Returns the gradients in float32 or float64; of slopes and sinks, this process's share."""
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (
@@ -225,9 +225,10 @@ def gradients(
         else:
             own = [a + b for a, b in zip(own, of_block, strict=True)] if tensors else own
     ring.finish(own)
-    # Think of a number that is added to all scores of a row. `from_sink` is the part of its
-    # gradient that the sink causes. If all processes have all rows, `from_sink` is 0 on all but
-    # process 0.
+    # `from_sink` is minus the sink's gradient, for each row. Adding a number to all scores of a row
+    # is the same as subtracting it from the sink and adding it to the row's logsumexp. So the
+    # number's gradient is `from_sink` plus the gradient of the logsumexp. If all processes have all
+    # rows, only process 0 counts these gradients.
     of_all = _logsumexp(call, inputs, saved.logsumexp)
     given = 0 if grad_logsumexp is None else grad_logsumexp.masked_fill(of_all.isneginf(), 0)
     from_sink = saved.output.new_zeros(saved.output.shape[:-1], dtype=torch.float64)
@@ -243,10 +244,10 @@ def gradients(
 
 
 def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tuple[Tensor, Tensor]:
-    """Returns the tangents of output and logsumexp, in float64, along directions of the inputs.
+    """Returns the tangents of output and logsumexp, in float64.
 
-    Part b has the weight ``w_b = exp(l_b - l)``. Then ``dl = sum_b w_b dl_b`` and
-    ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``.
+    `directions` are the tangents of the inputs. Part b has the weight ``w_b = exp(l_b - l)``. Then
+    ``dl = sum_b w_b dl_b`` and ``dO = sum_b w_b (dO_b + O_b dl_b) - O dl``.
     """
     query, _, _, mask, slopes, sinks = map(wide, inputs)
     of_query, of_key, of_value, of_mask, of_slopes, of_sinks = map(wide, directions)

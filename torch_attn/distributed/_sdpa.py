@@ -171,7 +171,10 @@ def _ring(call: Call, inputs: Inputs) -> Tensor:
 
 
 def _gathered(call: Call, inputs: Inputs) -> Tensor:
-    """Gathers all keys on each process, in float32, so that no part of a gradient is rounded."""
+    """Gathers all keys on each process.
+
+    Half types become float32, so that no part of a gradient is rounded to a half type.
+    """
     layout, (_, S) = call.layout, call.layout.lengths
     key, value = (
         all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
@@ -199,7 +202,8 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     mask = inputs.attn_mask
     if mask is not None:
         has_heads = mask.ndim > 2 and mask.shape[-3] > 1
-        if any(Layout.length(pieces) == 1 for pieces in queries):  # one row is ambiguous
+        # If a process has one query, one row of a mask may be for this query or for all queries.
+        if any(Layout.length(pieces) == 1 for pieces in queries):
             mask = mask.expand(*mask.shape[:-2], Layout.length(queries[rank]), mask.shape[-1])
             is_cut = True
         else:
@@ -283,7 +287,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Returns the gradients unchanged. Taking a derivative of them raises an error."""
+    """Returns the gradients unchanged. A second derivative raises an error."""
 
     @staticmethod
     def forward(*tensors: Tensor | None) -> Any:

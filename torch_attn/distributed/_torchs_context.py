@@ -24,7 +24,7 @@ _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 @functools.cache
 def register_when_imported() -> None:
-    """Watches torch's function as soon as its module is imported. The package calls this."""
+    """Watches torch's function as soon as torch's module is imported."""
     when_imported(_MODULE, _watch)
 
 

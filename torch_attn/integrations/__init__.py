@@ -1,1 +1,1 @@
-"""`attn` inside other libraries; each module needs its library only when it is used."""
+"""`attn` inside other libraries. These libraries are imported only when a function needs them."""

@@ -97,7 +97,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         return keys, values
 
     def _change(self, f: Callable[[Tensor], Tensor]) -> None:
-        """Replaces each buffer by f of it."""
+        """Replaces each buffer x by f(x)."""
         length = self.get_seq_length()
         self._buffers = [f(x) for x in self._buffers]
         if self._buffers:

@@ -36,8 +36,8 @@ _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
 _lock = threading.Lock()
 _source: Any = functools.cache(inspect.getsource)  # getsource parses a whole file
-# For each stack that is on: how many handles it has, the forward that its __dict__ had before (or
-# None), and functions that undo the change.
+# For each stack that `unpad` has changed: how many handles there are, the forward in the stack's
+# __dict__ before the change (or None), and functions that undo the change.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -142,7 +142,10 @@ class _Stack:
 
 
 def _find(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Returns a model's stacks, each with a function that turns it on. Refuses unfit models."""
+    """Returns a model's stacks, each with a function that starts unpadding in the stack.
+
+    Refuses models that `unpad` does not support.
+    """
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     pretrained: Any = () if modeling is None else modeling.PreTrainedModel
     found: list[tuple[nn.Module, Any]] = []
@@ -280,7 +283,8 @@ def _attends(stack: _Stack) -> bool:
     return all(integration.is_ours(config._attn_implementation) for config in stack.configs)
 
 
-# Counting tokens breaks the graph of a compiled model. A model of transformers has no other break.
+# Counting tokens breaks the graph of a compiled model. In a model of transformers, this is the only
+# break.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     """Makes the plan from the mask of padding.
@@ -364,7 +368,10 @@ def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs
 
 
 def _refuse_mask(plan: _Plan, mask: Any) -> str:
-    """Says if a mask `[B, 1, L, L]` lets some token x see a token y that does not see x."""
+    """Returns why a mask cannot be replaced by packed sequences, or "" if it can.
+
+    A mask `[B, 1, L, L]` counts as causal if some token x sees a token y that does not see x.
+    """
     is_causal = isinstance(mask, integration._Pattern) and mask.right == 0
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1:
         if torch.compiler.is_compiling():
@@ -391,7 +398,7 @@ def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output
 def _guard_backward(known: _Stack, layer: nn.Module, states: Tensor) -> None:
     """Refuses a backward that computes layers again (checkpointing) after `unpad` has ended.
 
-    Another attention would then let sequences attend to each other.
+    By then, the layers may have another attention, which would let sequences attend to each other.
     """
 
     def check(_: Tensor) -> None:

@@ -1,6 +1,6 @@
 """`attn` as an attention backend of Hugging Face diffusers.
 
-Pass the name that :func:`register` returns where a model takes the name of a backend
+:func:`register` returns a name. Pass the name to a model's `set_attention_backend`
 (https://huggingface.co/docs/diffusers/optimization/attention_backends)::
 
     from torch_attn.integrations import diffusers
@@ -35,9 +35,9 @@ def register(name: str = "attn") -> str:
     `model.set_attention_backend` and the context manager `diffusers.attention_backend` then take
     the name. In diffusers 0.42 the models of newer pipelines ask for a backend, among them Flux,
     Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call PyTorch's attention
-    themselves and accept every name without an effect. These are, among others, all UNets and
-    ControlNets with `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX,
-    Lumina and Sana. The number of :func:`calls` does not grow for such a model.
+    themselves and accept every name without an effect. Examples are all UNets and ControlNets with
+    `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana. The
+    number of :func:`calls` does not grow for such a model.
 
     Diffusers keeps the names of its backends in an `Enum`. An `Enum` has no public way to add a
     name, so this function changes the `Enum` itself. The name exists only after the call. So the
@@ -73,7 +73,7 @@ def unregister(name: str) -> None:
     Models attend with diffusers' own backend from their next call on.
 
     Args:
-        name: as it was given to :func:`register`.
+        name: the name that was passed to :func:`register`.
 
     Raises:
         ValueError: :func:`register` did not take that name from another backend.

@@ -1,6 +1,6 @@
 """`attn` as an attention implementation of Hugging Face transformers.
 
-Pass the name that :func:`register` returns where a model takes the name of an implementation::
+:func:`register` returns a name. Pass the name as a model's `attn_implementation`::
 
     from torch_attn.integrations import transformers
     model = AutoModel.from_pretrained(path, attn_implementation=transformers.register())
@@ -44,8 +44,8 @@ __all__ = ["attention_forward", "calls", "eight_bit_cache", "register", "unpad",
 # The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
 
-# What a model may ask for but the operator lacks. Such a model gets an error, because an error is
-# better than a wrong result.
+# Arguments that the operator does not support, and what they mean. A model that passes one gets an
+# error, because an error is better than a wrong result.
 _UNSUPPORTED = {
     "block_indices": "keys that an indexer chooses (block_indices)",
     "block_table": "keys in the pages of a cache (block_table)",
@@ -65,31 +65,31 @@ def register(name: str = "attn") -> str:
     boolean masks, as for transformers' own "sdpa". Models that do not support "sdpa" get the mask
     of "eager".
 
-    Packed sequences have no mask either, whether `DataCollatorWithFlattening` packs them in
-    training or continuous batching (`generate_batch`) does. Continuous batching accepts only the
-    names of transformers' own implementations, so this function changes transformers'
+    Packed sequences have no mask either. `DataCollatorWithFlattening` packs sequences in training,
+    and continuous batching (`generate_batch`) packs them in generation. Continuous batching accepts
+    only the names of transformers' own implementations, so this function changes transformers'
     `ContinuousBatchingManager` to accept `name`.
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa", `attn` replaces the
             implementation that transformers chooses by itself, until :func:`unregister`.
 
-    Models that ask for something that the operator lacks raise ValueError at their first call. In
-    transformers 5.23 these are, among others, models
+    Models that ask for something that the operator lacks raise ValueError at their first call.
+    Examples in transformers 5.23 are models
 
     - with an indexer that chooses keys: DeepSeek-V3.2, GLM-MoE-DSA, HY-V4 and MiniMax-M3-VL;
     - with an attention sink for every query: Inkling 2.
 
     Models that do not use transformers' AttentionInterface do not use `attn`:
 
-    - Some accept any `attn_implementation` and keep their own attention. In transformers 5.23 these
-      are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer, MPNet,
-      MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of :func:`calls`
-      does not grow, and `model.set_attn_implementation(name)` logs a warning.
-    - Others look up the implementation in a table of their own, and raise KeyError: 'attn' if they
-      are made with `attn_implementation="attn"`. Make these models without it: Bark,
-      Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until transformers
-      5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
+    - Some models accept any `attn_implementation` and keep their own attention. In transformers
+      5.23 these are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer,
+      MPNet, MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of
+      :func:`calls` does not grow, and `model.set_attn_implementation(name)` logs a warning.
+    - Other models look up the implementation in a table of their own, and raise KeyError: 'attn' if
+      they are made with `attn_implementation="attn"`. Make these models without that argument:
+      Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until
+      transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
 
     Returns:
         `name`.
@@ -111,7 +111,7 @@ def unregister(name: str) -> None:
     Models attend with transformers' own implementation from their next call on.
 
     Args:
-        name: as it was given to :func:`register`.
+        name: the name that was passed to :func:`register`.
 
     Raises:
         ValueError: :func:`register` did not take that name from another implementation.
@@ -134,8 +134,8 @@ def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCach
     bytes of a bfloat16 cache. Beam search, assisted generation, `crop` and left padding work.
 
     Args:
-        model: a decoder of transformers that uses our attention (:func:`register`). Each of its
-            layers keeps all keys, and its attention passes its keyword arguments to
+        model: a decoder of transformers that uses our attention (:func:`register`). All layers must
+            keep all keys. The attention modules must pass their keyword arguments to
             `cache.update`, as most decoders do from transformers 5.24 on.
         dtype: :attr:`torch.int8` or :attr:`torch.float8_e4m3fn`.
 
@@ -145,8 +145,8 @@ def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCach
 
     Raises:
         ValueError: the dtype is another dtype; or a layer of the model needs a cache of another
-            kind, such as a sliding window. The first call of a model raises it if the model uses
-            another attention or does not pass its keyword arguments on.
+            kind, such as a sliding window. The first call of the model raises ValueError if the
+            model uses another attention or does not pass its keyword arguments on.
 
     Example:
         ::
@@ -177,9 +177,9 @@ def unpad(model: nn.Module) -> Unpadded:
         A handle for ``with``. Without ``with``, call its `remove()` at the end.
 
     Raises:
-        ValueError: the model is unfit (a decoder, layerdrop), or a call with padding asks for
-            something unfit (weights, a cache, a causal mask). `unpad` checks the model at once, and
-            checks a call before its first layer computes.
+        ValueError: `unpad` does not support the model (a decoder, layerdrop), or does not support
+            what a call with padding asks for (weights, a cache, a causal mask). `unpad` checks the
+            model at once, and checks a call before its first layer computes.
         RuntimeError: attention did not get the arguments of the layers, the model did not end with
             its last layer, or a backward with checkpointing runs after `unpad` has ended.
     """
@@ -264,8 +264,8 @@ def attention_forward(
     """The attention function that transformers calls.
 
     Args:
-        module: the attention module that calls. This function reads its `training`, `is_causal` and
-            `num_key_value_groups`.
+        module: the calling attention module. This function reads the module's `training`,
+            `is_causal` and `num_key_value_groups`.
         query: `[B, H, L, E]`.
         key: `[B, H / num_key_value_groups, S, E]`, not repeated for the heads of a group.
         value: `[B, H / num_key_value_groups, S, Ev]`.
@@ -298,10 +298,10 @@ def attention_forward(
 
     Raises:
         ValueError: the model asks for keys that an indexer chooses, a sink for every query, a head
-            mask, a block table or an option of the operator that is not an argument here; or it
-            passes only some of the arguments for packed sequences; or it has a window but no mask
-            that hides the keys outside the window; or the number of queries or keys is not the
-            number for which the mask was made.
+            mask, a block table or an option of the operator that is not an argument here; the model
+            passes only some of the arguments for packed sequences; the model has a window, but no
+            mask hides the keys outside the window; or the mask was made for another number of
+            queries or keys.
     """
     meaning = _unsupported(kwargs)
     if meaning is not None:
@@ -396,7 +396,7 @@ _watching = 0  # how many blocks of calling_sdpa are open
 def calling_sdpa(model: nn.Module, name: str = "torch_attn.inspect") -> Iterator[None]:
     """Within the block, all transformers models inside `model` attend with "sdpa" or `attn`.
 
-    A model that uses "sdpa" or `attn` already does not change. Any other model gets our
+    A model that already uses "sdpa" or `attn` does not change. Any other model gets our
     implementation, under a private name. Does nothing if transformers was not imported.
     """
     global _watching
@@ -466,8 +466,8 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
         window = _window(masking, config, **kwargs)
         if window is not None:
             return _pattern(masking, *window, **kwargs)
-        # A model that keeps its own attention adds the mask to its scores, so the mask must have 0
-        # and large negative numbers. `attention_forward` takes boolean masks and such masks.
+        # A model that does not support "sdpa" may add the mask to its scores by itself, so it gets
+        # a floating mask. `attention_forward` takes boolean and floating masks.
         make = masking.sdpa_mask if _supports_sdpa(type(config)) else masking.eager_mask
         mask: Tensor | None = make(*args, config=config, **kwargs)
         return mask
@@ -513,14 +513,14 @@ class _Pattern:
         return options
 
     def to(self, *args: Any, **kwargs: Any) -> _Pattern:
-        """Moves the pattern to another device, as accelerate does with a layer's arguments."""
+        """Moves the pattern to another device. accelerate calls `to` on a layer's arguments."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
         texts = None if self.texts is None else self.texts.to(*args, **kwargs)
         return replace(self, offset=offset, padding=padding, texts=texts)
 
     def contiguous(self) -> _Pattern:
-        """Returns the pattern itself. `generate` calls this method of every mask."""
+        """Returns the pattern itself. `generate` makes every mask contiguous."""
         return self
 
 
@@ -538,10 +538,10 @@ def _window(
     -1 stands for all keys. Returns None if the mask has another pattern. A mask without a window
     and without causality says only which keys are padding, so `[B, 1, 1, S]` suffices for it.
     """
-    # transformers sets the arguments `allow_..._skip` to False if a mask must be made. This is so
-    # for other patterns (parts of images, packed sequences) and for models that compute with the
-    # mask. It is also so for a single query in a static cache, whose mask has only one row.
-    # Releases without `q_offset` do not say where the queries begin.
+    # transformers sets the arguments `allow_..._skip` to False if a mask must be made: for other
+    # patterns (parts of images, packed sequences), for models that compute with the mask, and for a
+    # single query in a static cache, whose mask has only one row. Releases without `q_offset` do
+    # not say where the queries begin.
     both = allow_is_bidirectional_skip and not context.is_on()
     if not (both or allow_is_causal_skip) or "q_offset" not in kwargs:
         return None
@@ -555,8 +555,8 @@ def _window(
     sliding = getattr(masking, f"sliding_window_{kind}_mask_function")(local_size)
     if torch.compiler.is_dynamo_compiling():
         # Compares the code alone, because Dynamo cannot tell which functions `mask_function` closes
-        # over. Chunked attention has the same code, but its configuration has a chunk size.
-        # transformers' own models have no third function with this code.
+        # over. The mask function of chunked attention has the same code, but its configuration has
+        # a chunk size. No other mask function of transformers' own models has this code.
         found = (
             mask_function.__code__ is sliding.__code__
             and local_size == getattr(config, "sliding_window", None)
@@ -594,10 +594,11 @@ def _pattern(
 ) -> _Pattern | Tensor | None:
     """Makes the pattern: a window or causality, an offset, and padding if there is any.
 
-    If every query sees all keys that are not padding, returns the mask of padding, or None.
+    If every query sees all keys that are not padding, returns only the mask of padding, or None if
+    there is no padding.
     """
-    # If q_offset is a tensor, the difference is a new tensor. This is necessary, because a static
-    # cache changes q_offset in place before layers attend.
+    # A static cache changes the tensor q_offset in place before layers attend, so `offset` must be
+    # a new tensor.
     offset = q_offset - kv_offset
     padding: Tensor | None = masking.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
@@ -614,7 +615,7 @@ def _pattern(
     if isinstance(offset, Tensor):
         start = offset
     elif context.is_on():  # the first and the last key may be on another process
-        if attention_mask is not None and padding is None:  # padding there is unknown here
+        if attention_mask is not None and padding is None:  # other processes may have padding
             padding = torch.ones(1, 1, 1, kv_length, dtype=torch.bool, device=device)
     else:
         if offset + q_length <= left + 1:  # the window reaches to the first key
@@ -720,7 +721,7 @@ class _Texts:
 def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
     """Returns the mask function inside each packed sequence, and the packed sequences.
 
-    Returns None if sequences are not packed, or if their mask must be made.
+    Returns None if sequences are not packed, or if the call needs a mask of L x S.
     """
     if torch.compiler.is_dynamo_compiling() or not isinstance(function, FunctionType):
         return None
@@ -766,7 +767,7 @@ def _around(function: FunctionType) -> dict[str, Any]:
 
 def _hands_on(config: Any) -> bool:
     """Whether models with this configuration give every mask to `attention_forward`, unchanged."""
-    # Among layers of other kinds, some change the mask, and some need a mask of their own.
+    # Some layers of other kinds change the mask, and some need a mask of their own.
     kinds = set(getattr(config, "layer_types", None) or ())
     return kinds <= {"full_attention", "sliding_attention"} and _interfaced(type(config))
 
@@ -787,7 +788,7 @@ def _interfaced(config: type) -> bool:
 def _computes_with_masks(config: type) -> bool:
     """Whether models always need a mask, because their code sets `allow_is_causal_skip`.
 
-    In calls with packed sequences, the argument does not show this: it is False for all models.
+    The value of the argument cannot show this: with packed sequences, it is False for all models.
     """
     modules = {model.__module__ for model in _models(config)}
     try:
