@@ -1,11 +1,11 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
-// head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK and dV over all rows that read these
-// keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the tile's
-// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as the
-// registers of its four warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows.
-// A block reads what it does not own in tiles of 16 to 64 rows or keys (kOther). While one tile is in use, the next
-// tile is copied (kStages). Every product has one of two forms, where `own` is a tile that the block owns, and `other`
-// is the tile in use:
+// head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK, dV or both over all rows that read
+// these keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the
+// tile's gradient over all heads and batch entries that share the mask. The registers of a block hold these sums, and
+// therefore limit how many keys, rows or scores a block owns. Q and G are read once per 64 keys, and K and V once per
+// 64 or 128 rows. A block reads what it does not own in tiles of 16 to 64 rows or keys (kOther). If kStages is 2, the
+// next tile is copied while one tile is in use. Every product has one of two forms, where `own` is a tile that the
+// block owns, and `other` is the tile in use:
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -617,9 +617,9 @@ struct BackwardMma {
     }
   }
 
-  // Turns the weights in x into dS = P (Z dP - delta), where Z is the dropout factor. dx holds dP, or already dP -
-  // delta with kOwnsKeys and without kGeneral. If some key of the tile is hidden, sets dS to 0 where the weight is 0,
-  // because not even a NaN in a hidden key or its value may reach a gradient.
+  // Turns the weights in x into dS = P (Z dP - delta), where Z is the dropout factor. If kOwnsKeys is true and kGeneral
+  // is false, dx holds dP - delta, else dP. If kGeneral or `hides` is true, some keys may be hidden. Then dS is set to
+  // 0 where the weight is 0, because a NaN in a hidden key or in its value must not reach a gradient.
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;

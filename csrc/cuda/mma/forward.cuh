@@ -41,8 +41,8 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     RowTile<kRows> rows;
-    // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. In `sum` each
-    // thread sums its own columns.
+    // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. `sum` holds one
+    // number for each thread and row: the sum of the weights in the thread's own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
@@ -174,8 +174,8 @@ struct ForwardMma {
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
       // Also adds the products of the values with the rounding errors of the weights. Gradients of slopes need these
-      // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here. They have been
-      // added above, and a rounding error of 0 times infinity would be NaN.
+      // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here, because the
+      // products above include them already, and a rounding error of 0 times infinity would be NaN.
       if constexpr (kGeneral)
         if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {

@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
-// Row i begins i * stride numbers behind `data`. The distance from a thread's first row to its row i, i * stride, is
-// the same for all threads.
+// Row i begins i * stride numbers behind `data`. In copy_tile(), the distance i * stride from row first_row to row
+// first_row + i is the same for all threads.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           int64_t stride) {
@@ -145,8 +145,8 @@ __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, i
   }
 }
 
-// Reads an A [16 x 16] for a warp, which begins at row `row` + `further` and column 16 * k of the tile. `further` is a
-// multiple of 8 that the compiler knows, so the compiler puts it into the instruction as a constant.
+// A warp reads the fragment A [16 x 16] that begins at row `row` + `further` and column 16 * k of the tile. `further`
+// is a multiple of 8 that is known at compile time, so that it becomes a constant in the instruction.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
                                        int k) {

@@ -84,8 +84,8 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
 }
 
 // Turns a product into a score and adds the mask. Where the mask is -inf, the result is -inf even if the product is
-// NaN. The score is rounded once, in fma(). So the forward and the derivatives compute scores with the same bits. They
-// must, because one unit in the last place of a large score changes its weight a lot.
+// NaN. The score is rounded once, in fma(). So the forward and the derivatives compute scores with the same bits. The
+// bits must be the same, because one unit in the last place of a large score changes its weight a lot.
 template <class T>
 __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);

@@ -127,9 +127,9 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// Returns how far it is from a row at `position` to the next row whose position is in `seen`, in rows and rounded down
-// to whole tiles. The range `seen` must not be empty. If the list of rows has no such row, returns `left`, the number
-// of rows that are left in the list.
+// Returns the distance in rows from a row at `position` to the next row whose position is in `seen`, rounded down to
+// whole tiles. The distance is 0 if `position` itself is in `seen`. The range `seen` must not be empty. If the list of
+// rows has no such row, returns `left`, the number of rows that are left in the list.
 __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
                                               int64_t tile) {
   if (position < seen.last) return larger(0, seen.first - position) / tile * tile;

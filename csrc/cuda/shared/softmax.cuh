@@ -5,8 +5,7 @@
 
 namespace attn::cuda {
 
-// The logsumexp of a row, or its derivative along a direction, in the form in which memory holds it (params.h): as the
-// sum of two numbers.
+// The logsumexp of a row, or its derivative along a direction, stored as the sum of two numbers (params.h).
 template <class T>
 struct alignas(8) Pair {
   T high, low;
@@ -61,8 +60,8 @@ __device__ __forceinline__ T shift_of(T maximum) {
 }
 
 // Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
-// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times this share, and so
-// outputs NaN if the sink is NaN.
+// exp(logsumexp of the keys - logsumexp with the sink), or 1 without a sink. A row without keys outputs 0 times this
+// share, and so outputs NaN if the sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.sinks) return 1;

@@ -15,8 +15,8 @@ namespace attn::cuda {
 constexpr int kMergeThreads = 128;
 
 // How a row is divided among threads. kWarps: the number of warps of a block that take turns at the splits. kCols: the
-// number of columns of a lane, which are 32 apart. Further columns belong to another block or warp. kSplits: the number
-// of splits that a warp loads at once.
+// number of columns of a lane. These columns are 32 apart. Further columns belong to another block or warp. kSplits:
+// the number of splits that a warp loads at once.
 template <int kWarps_, int kCols_, int kSplits_>
 struct MergeShape {
   static constexpr int kWarps = kWarps_, kCols = kCols_, kSplits = kSplits_;
