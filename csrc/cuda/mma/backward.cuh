@@ -53,8 +53,8 @@ struct BackwardMma {
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  // The number of tiles of 16 keys or rows that a warp owns. The warp uses the fragments that it reads of `other` for
-  // all tiles that it owns. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
+  // The number of tiles of 16 keys or rows that a warp owns. The warp reads each fragment of `other` once for all its
+  // tiles. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
@@ -129,8 +129,8 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // The exponent of a score is its product times exponent_slope(), which is rounded. The logsumexp is multiplied by
-    // the same rounded number, because a large score and a large logsumexp must cancel in their difference.
+    // exponent_slope(), the factor of the products, is rounded. The factor of the logsumexp is computed from this
+    // rounded number, because a large score and a large logsumexp must cancel in their difference.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // Sets the members that depend on the group of heads. The group begins with `head`. Called by one thread, followed by

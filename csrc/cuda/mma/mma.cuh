@@ -19,8 +19,8 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  // The arguments are unsigned. The compiler can then put the part of the address that the number of a fragment
-  // contributes into the instruction as a constant.
+  // The arguments are unsigned, so that the part of the address that depends on the number of a fragment becomes a
+  // constant in the instruction.
   __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
     return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
@@ -66,9 +66,9 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
 }
 
-// Finds out where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the
-// same rows (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They
-// need no shared memory either, and with large heads none is left.
+// Finds out where the rows of kKeys keys and of their values are stored in pages. The threads that copy the same rows
+// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They need no
+// shared memory either, and with large heads none is left.
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;

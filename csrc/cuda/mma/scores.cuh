@@ -80,8 +80,8 @@ struct ScoresMma {
   // dtype.
   using Mask = uint32_t[kFragments][2];
 
-  // Whether all products of the warp's kTiles tiles from x on are finite. A NaN or an infinity in a query or key makes
-  // some of them not finite.
+  // Whether all products of the warp's kTiles tiles from x on are finite. Some products are not finite if a query or
+  // key holds a NaN or an infinity.
   template <int kTiles = 1>
   static __device__ __forceinline__ bool all_finite(const Scores* x) {
     float sum[kTiles][2] = {};  // of products of two scores; not finite if a score is not finite (or is very large)

@@ -58,8 +58,8 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
-// Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask. Then returns what
-// this mask adds to the score.
+// Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask, and its value is
+// what it adds to the score.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)

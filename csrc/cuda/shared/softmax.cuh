@@ -168,9 +168,9 @@ struct OutputRow {
 // stores delta as two numbers, because Z dP - delta must be exactly g for a row with one key (Z: the dropout factor,
 // see cpu/kernels/backward.inl). Also writes two gradients that follow from delta. The gradient of the sink is dsink =
 // -Psink delta, where Psink is the sink's weight. The gradient of a number that is added to all scores of the row is
-// sum_j dS_ij = g - dsink. For SecondParams also writes tdelta = <G, tO>. Then writes the derivatives of these two
-// gradients instead of the gradients. They follow from tPsink = Psink (tsink - c), where c is the derivative of the
-// logsumexp.
+// sum_j dS_ij = g - dsink. For SecondParams, writes the derivatives of these two gradients instead of the gradients,
+// and also tdelta = <G, tO>. The two derivatives follow from tPsink = Psink (tsink - c), where c is the derivative of
+// the logsumexp.
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };

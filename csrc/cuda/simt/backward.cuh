@@ -156,7 +156,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
   }
-  // Sets the rows of the loop's present tile, in the list of rows that begins with `head`.
+  // Sets the rows of the loop's current tile, in the list of rows that begins with `head`.
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head) {
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
@@ -189,7 +189,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   }
 
   // Turns the scores in x into weights P. Returns bits that say which weights are not 0. Where a weight is 0, callers
-  // set its products to 0, because not even a NaN in a masked key or its value may reach a gradient.
+  // set its products to 0, because a NaN in a masked key or in its value must not reach a gradient.
   __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
@@ -281,8 +281,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds the contribution of the tile of rows and the keys from `key` on. NaNs and infinities in the factor of dS, a
-  // key or a query, count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the key.
+  // Adds the contribution of the tile of rows and the keys from `key` on. dS is multiplied by keys or queries, in which
+  // NaNs and infinities count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the
+  // key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {
