@@ -87,7 +87,7 @@ int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.q
           put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
-// Allocates `copies` numbers for each row, [copies, rows], and sets `data` to their address.
+// Allocates a tensor [copies, rows], with `copies` numbers for each row, and sets `data` to its address.
 Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
   const Tensor rows = at::empty({copies, number_of_rows(p)}, compute_options(query));
   data = rows.mutable_data_ptr();

@@ -108,8 +108,8 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  // The index in shared.mask of the mask that was copied last, to find out whether it shows some key. While a tile is
-  // in use, the mask of this tile has the index mask_after(looked_at).
+  // The index in shared.mask of the mask tile in which the block looks for a visible key. The mask of the tile in use
+  // has the index mask_after(looked_at).
   int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}

@@ -246,11 +246,12 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // The score is x * scale(), where x is a number that make_scores() leaves.
+  // The score of a number x of make_scores() is x * scale().
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
   // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
   // maximum is rounded once. Its rounding error multiplies all weights that are shifted by this maximum by the same
-  // factor, and also their corrections. The division by the sum of the weights removes this factor.
+  // factor, including the earlier weights after their correction(). The division by the sum of the weights removes this
+  // factor.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
   // A mask of large numbers would make this factor too large. So if the maximum of a row is large, the row's scores are
@@ -380,8 +381,8 @@ struct ForwardMma {
   }
 };
 
-// Calls with kGeneral and pages are rare. For them there are only blocks of few rows, because fewer instances compile
-// sooner. The splits are already planned, so these smaller blocks change no bits.
+// Calls with kGeneral and pages are rare. Only blocks of few rows are instantiated for these calls, which saves compile
+// time. The splits are already planned, so these smaller blocks change no bits.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   if constexpr (kPaged)

@@ -1,8 +1,8 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
 // refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and their names are as in cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From these
-// scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part in a
-// fixed order, so that equal calls give equal bits. The part consists of:
+// and the names in them are those of cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From
+// these scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part
+// in a fixed order, so that equal calls give equal bits. The part consists of:
 //
 //   dQ      64 queries, summed over all keys
 //   dK, dV  64 keys, summed over all queries of all heads that read them
