@@ -33,9 +33,8 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. If a row
-// attends to one key only, O is the value of that key. Then dP - delta is exactly 0, or exactly the gradient of the
-// logsumexp.
+// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. So if a
+// row attends to one key only, whose value is O, dP - delta is exactly 0, or exactly the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -101,7 +100,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
   // The mask and ALiBi are added after the cap, so the gradients of masks and slopes need dS. dQ and dK need dZ = dS
-  // cap', the gradient of z, which is the scaled product before the cap.
+  // cap', where z is the scaled product before the cap.
   static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
