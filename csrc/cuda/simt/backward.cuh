@@ -213,8 +213,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Sets x to dZ, the gradient of z, which is P u (Z dP - delta). Here Z is the dropout factor and u is cap'. With
-  // kBehindCap, u is 1, and x becomes dS.
+  // Sets x to the gradient of z, dZ = P u (Z dP - delta), where Z is the dropout factor and u is cap'. With kBehindCap,
+  // u is 1, and x becomes dS.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
     this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
