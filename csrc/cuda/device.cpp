@@ -57,7 +57,8 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   const bool is_full = filled_up.back() == cols;
   const auto options = query.options().dtype(x.dtype == DType::boolean ? at::kBool : query.scalar_type());
   const Tensor vectors = is_full ? at::empty(filled_up, options) : at::zeros(filled_up, options);
-  // An empty operand may lack memory. With target_device() torch does not ask the driver which device x.data is on.
+  // An empty operand may lack memory. target_device() tells torch the device of x.data, so that torch does not ask the
+  // driver.
   if (heads * rows * cols > 0)
     vectors.narrow(-1, 0, cols)
         .copy_(
@@ -86,7 +87,7 @@ int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.q
           put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
 }
 
-// Allocates `copies` numbers for each row, [copies, rows], and sets `data` to their address.
+// Allocates a tensor [copies, rows], with `copies` numbers for each row, and sets `data` to its address.
 Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
   const Tensor rows = at::empty({copies, number_of_rows(p)}, compute_options(query));
   data = rows.mutable_data_ptr();

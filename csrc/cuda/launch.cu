@@ -35,8 +35,8 @@ Error run_gradients_simt(const Params& p, Stream stream) {
 // or the gradient of a mask that is summed over rows.
 bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
 
-// Whether launch_delta_mma() can write `delta`. The rows of its inputs must be vectors. It must not write `delta` if
-// kernels without tensor cores read `delta`, too, because they need the order of summation of DeltaSimt.
+// Whether launch_delta_mma() can write `delta`. The rows of its inputs must be vectors. Kernels without tensor cores
+// must not read this `delta`, because they need the order of summation of DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
   return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
          (!p.residual.data || in_vectors(p, p.residual, p.value_dim));
@@ -119,9 +119,9 @@ void plan_forward(ForwardParams& p, int64_t multiprocessors) {
   const int64_t keys = keys_to_split(p);
   p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
-  // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. So twice as many blocks
-  // are wanted then, because more blocks, each with less to do, keep more reads under way. With splits the bits of a
-  // row depend on the rest of the batch, so Problem::invariant forbids splits. Without splits, rows_per_task changes no
+  // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. Twice as many blocks are
+  // wanted then, because more blocks, each with less to do, keep more reads under way. With splits the bits of a row
+  // depend on the rest of the batch, so Problem::invariant forbids splits. Without splits, rows_per_task changes no
   // bits.
   const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;

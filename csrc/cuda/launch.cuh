@@ -11,7 +11,7 @@
 namespace attn::cuda {
 
 // Returns a grid of `blocks` blocks or a few more. Kernels compare block_number() with the number of their tasks, so
-// that further blocks do nothing.
+// that the extra blocks do nothing.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMaxX = 0x7fffffff;
   const int64_t y = divide_up(blocks, kMaxX);

@@ -1,11 +1,11 @@
 // Computes the gradients of simt/backward.cuh where uses_mma() says so: bfloat16 and float16 on tensor cores, up to
-// head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK and dV over all rows that read these
-// keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the tile's
-// gradient over all heads and batch entries that share the mask. A block owns as many keys, rows or scores as the
-// registers of its four warps hold sums for. So Q and G are read once per 64 keys, and K and V once per 64 or 128 rows.
-// A block reads what it does not own in tiles of 16 to 64 rows or keys (kOther). While one tile is in use, the next
-// tile is copied (kStages). Every product has one of two forms, where `own` is a tile that the block owns, and `other`
-// is the tile in use:
+// head_dim 256. There are three kinds of blocks. A block that owns 64 keys sums dK, dV or both over all rows that read
+// these keys. A block that owns 64 or 128 rows sums dQ over all keys. A block that owns a tile of a mask sums the
+// tile's gradient over all heads and batch entries that share the mask. The registers of a block hold these sums, and
+// therefore limit how many keys, rows or scores a block owns. Q and G are read once per 64 keys, and K and V once per
+// 64 or 128 rows. A block reads what it does not own in tiles of 16 to 64 rows or keys (kOther). If kStages is 2, the
+// next tile is copied while one tile is in use. Every product has one of two forms, where `own` is a tile that the
+// block owns, and `other` is the tile in use:
 //
 //   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
 //   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
@@ -53,8 +53,8 @@ struct BackwardMma {
   static constexpr bool kOwnsKeys = kOf != MmaGradient::query && !kSumsMask;
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
-  // The number of tiles of 16 keys or rows that a warp owns. The warp uses the fragments that it reads of `other` for
-  // all tiles that it owns. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
+  // The number of tiles of 16 keys or rows that a warp owns. The warp reads each fragment of `other` once for all its
+  // tiles. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
@@ -108,8 +108,8 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  // The index in shared.mask of the mask that was copied last, to find out whether it shows some key. While a tile is
-  // in use, the mask of this tile has the index mask_after(looked_at).
+  // The index in shared.mask of the mask tile in which the block looks for a visible key. The mask of the tile in use
+  // has the index mask_after(looked_at).
   int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
@@ -129,8 +129,8 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // The exponent of a score is its product times exponent_slope(), which is rounded. The logsumexp is multiplied by
-    // the same rounded number, because a large score and a large logsumexp must cancel in their difference.
+    // exponent_slope(), the factor of the products, is rounded. The factor of the logsumexp is computed from this
+    // rounded number, because a large score and a large logsumexp must cancel in their difference.
     if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
   }
   // Sets the members that depend on the group of heads. The group begins with `head`. Called by one thread, followed by
@@ -617,9 +617,9 @@ struct BackwardMma {
     }
   }
 
-  // Turns the weights in x into dS = P (Z dP - delta), where Z is the dropout factor. dx holds dP, or already dP -
-  // delta with kOwnsKeys and without kGeneral. If some key of the tile is hidden, sets dS to 0 where the weight is 0,
-  // because not even a NaN in a hidden key or its value may reach a gradient.
+  // Turns the weights in x into dS = P (Z dP - delta), where Z is the dropout factor. If kOwnsKeys is true and kGeneral
+  // is false, dx holds dP - delta, else dP. If kGeneral or `hides` is true, some keys may be hidden. Then dS is set to
+  // 0 where the weight is 0, because a NaN in a hidden key or in its value must not reach a gradient.
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;

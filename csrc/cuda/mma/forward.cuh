@@ -41,8 +41,8 @@ struct ForwardMma {
     const S* key_data;  // of the batch entry and head
     const S* value_data;
     RowTile<kRows> rows;
-    // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. In `sum` each
-    // thread sums its own columns.
+    // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. `sum` holds one
+    // number for each thread and row: the sum of the weights in the thread's own columns.
     float maximum[kRows];
     float sum[2 * kTiles][kMmaThreads];
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
@@ -174,8 +174,8 @@ struct ForwardMma {
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
       if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
       // Also adds the products of the values with the rounding errors of the weights. Gradients of slopes need these
-      // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here. They have been
-      // added above, and a rounding error of 0 times infinity would be NaN.
+      // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here, because the
+      // products above include them already, and a rounding error of 0 times infinity would be NaN.
       if constexpr (kGeneral)
         if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
@@ -246,11 +246,12 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // The score is x * scale(), where x is a number that make_scores() leaves.
+  // The score of a number x of make_scores() is x * scale().
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
   // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
   // maximum is rounded once. Its rounding error multiplies all weights that are shifted by this maximum by the same
-  // factor, and also their corrections. The division by the sum of the weights removes this factor.
+  // factor, including the earlier weights after their correction(). The division by the sum of the weights removes this
+  // factor.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
   // A mask of large numbers would make this factor too large. So if the maximum of a row is large, the row's scores are
@@ -380,8 +381,8 @@ struct ForwardMma {
   }
 };
 
-// Calls with kGeneral and pages are rare. For them there are only blocks of few rows, because fewer instances compile
-// sooner. The splits are already planned, so these smaller blocks change no bits.
+// Calls with kGeneral and pages are rare. Only blocks of few rows are instantiated for these calls, which saves compile
+// time. The splits are already planned, so these smaller blocks change no bits.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   if constexpr (kPaged)

@@ -19,8 +19,8 @@ struct MmaTile {
 
   alignas(128) S numbers[kRows * kCols];
 
-  // The arguments are unsigned. The compiler can then put the part of the address that the number of a fragment
-  // contributes into the instruction as a constant.
+  // The arguments are unsigned, so that the part of the address that depends on the number of a fragment becomes a
+  // constant in the instruction.
   __device__ __forceinline__ S* at(unsigned row, unsigned vector) {
     return numbers + row * kCols + (vector ^ row % 8) * kVector;
   }
@@ -58,17 +58,17 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
-// Row i begins i * stride numbers behind `data`. The distance from a thread's first row to its row i, i * stride, is
-// the same for all threads.
+// Row i begins i * stride numbers behind `data`. In copy_tile(), the distance i * stride from row first_row to row
+// first_row + i is the same for all threads.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           int64_t stride) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
 }
 
-// Finds out where the rows of a tile of kKeys keys, and of their values, are stored in pages. The threads that copy the
-// same rows (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They
-// need no shared memory either, and with large heads none is left.
+// Finds out where the rows of kKeys keys and of their values are stored in pages. The threads that copy the same rows
+// (see copy_tile()) look up one row each and exchange the offsets by shuffles. Shuffles need no barrier. They need no
+// shared memory either, and with large heads none is left.
 template <int kKeys, int kCols>
 struct PagedRows {
   static constexpr int kVectors = kCols / kVector, kRowsAtOnce = kMmaThreads / kVectors;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void write_vectors(const Operand& to, int64_t base, i
   }
 }
 
-// Reads an A [16 x 16] for a warp, which begins at row `row` + `further` and column 16 * k of the tile. `further` is a
-// multiple of 8 that the compiler knows, so the compiler puts it into the instruction as a constant.
+// A warp reads the fragment A [16 x 16] that begins at row `row` + `further` and column 16 * k of the tile. `further`
+// is a multiple of 8 that is known at compile time, so that it becomes a constant in the instruction.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], MmaTile<S, kRows, kCols>& tile, int lane, int row, int further,
                                        int k) {

@@ -21,8 +21,7 @@ __device__ __forceinline__ void with_mask_number(const Problem& p, F f) {
     f.template operator()<uint16_t>();
 }
 
-// A 32-bit word of a mask that hides all keys for which it has numbers. These numbers are false in a boolean mask, or
-// -inf in a mask of type S.
+// A 32-bit word of mask numbers that all hide their keys: false in a boolean mask, or -inf in a mask of type S.
 template <class S, class Number>
 constexpr uint32_t kHidden = sizeof(Number) == 1 ? 0 : (std::is_same_v<S, Half> ? 0xfc00fc00 : 0xff80ff80);
 
@@ -55,9 +54,9 @@ struct ScoresMma {
         }
   }
 
-  // Turns products into scores without the mask: scales them, caps them and adds ALiBi. If there is a cap, calls
-  // on_cap(y, half, bit of Kept), where y is the argument of SoftCap's functions. ahead(i) returns the position of row
-  // i minus the tile's first key. steepness(i) returns the slope of row i's head.
+  // Turns products into scores, except for the mask: scales the products, caps them and adds ALiBi. If there is a cap,
+  // calls on_cap(y, half, bit of Kept), where y is the argument of SoftCap's functions. ahead(i) returns the position
+  // of row i minus the tile's first key. steepness(i) returns the slope of row i's head.
   template <class OnCap, class Ahead, class Steepness>
   static __device__ __forceinline__ void add_terms(Scores& x, int own, const Problem& p, OnCap on_cap, Ahead ahead,
                                                    Steepness steepness) {
@@ -80,8 +79,8 @@ struct ScoresMma {
   // dtype.
   using Mask = uint32_t[kFragments][2];
 
-  // Whether all products of the warp's kTiles tiles from x on are finite. They are not if a query or key holds a NaN or
-  // an infinity.
+  // Whether all products of the warp's kTiles tiles from x on are finite. Some products are not finite if a query or
+  // key holds a NaN or an infinity.
   template <int kTiles = 1>
   static __device__ __forceinline__ bool all_finite(const Scores* x) {
     float sum[kTiles][2] = {};  // of products of two scores; not finite if a score is not finite (or is very large)
@@ -162,9 +161,9 @@ struct ScoresMma {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
-      // One counter of dropout yields the random numbers of four keys. Four lanes hold these keys. They have the same
-      // place, and their groups are neighbours. Each lane computes one counter, and shuffles bring the counter's bits
-      // to the other three lanes.
+      // One counter of dropout yields the random numbers of four keys. Four lanes hold these keys. The lanes have the
+      // same place and neighbouring groups. Each lane computes one counter, and shuffles bring the counter's bits to
+      // the other three lanes.
       const int mine = thread.group % 4;
       const int64_t quad = (key + own + thread.group + 8 * (mine / 2)) / 4;
 #pragma unroll kAtOnce
@@ -182,8 +181,8 @@ struct ScoresMma {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = own + thread.group + 8 * half;
-        // Two neighbouring lanes hold the columns of one counter. One of the two lanes computes the counters of
-        // fragments with an even number, and the other computes those of fragments with an odd number.
+        // Two neighbouring lanes hold the four keys of one counter. The lane with an even place computes the counters
+        // of even fragments, and the lane with an odd place computes the counters of odd fragments.
 #pragma unroll kAtOnce
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;

@@ -58,8 +58,8 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
-// Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask. Then returns what
-// this mask adds to the score.
+// Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask, and its value is
+// what it adds to the score.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)
@@ -84,8 +84,8 @@ __device__ __forceinline__ T read_mask(const Operand& x, int64_t index) {
 }
 
 // Turns a product into a score and adds the mask. Where the mask is -inf, the result is -inf even if the product is
-// NaN. The score is rounded once, in fma(). So the forward and the derivatives compute scores with the same bits. They
-// must, because one unit in the last place of a large score changes its weight a lot.
+// NaN. The score is rounded once, in fma(). So the forward and the derivatives compute scores with the same bits. The
+// bits must be the same, because one unit in the last place of a large score changes its weight a lot.
 template <class T>
 __device__ __forceinline__ T masked_score(T product, T slope, T bias) {
   return bias == -infinity<T>() ? bias : fma(product, slope, bias);

@@ -83,9 +83,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
 }
 
 // --- tensor cores ---
-// Lane l of a warp has group l / 4 and place l % 4. The list gives the (row, column) of the lane's numbers in each
-// fragment. A register of A or B holds two numbers. One is at the listed place. The other is next to it, in the next
-// column of A or in the next row of B:
+// Lane l of a warp has group l / 4 and place l % 4. The list below gives the (row, column) of the lane's numbers for
+// each fragment. A register of A or B holds two numbers. The first is at the listed (row, column). The second is next
+// to it, in the next column of A or in the next row of B:
 //   A [16 x 16]: a[0] (group, 2 place),     a[1] (group + 8, 2 place),
 //                a[2] (group, 2 place + 8), a[3] (group + 8, 2 place + 8)
 //   B [16 x 8]:  b[0] (2 place, group), b[1] (2 place + 8, group)

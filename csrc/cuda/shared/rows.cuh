@@ -50,8 +50,8 @@ ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
 }
-// The number of batch entries. Here `sequences` packed sequences count as one entry, because one numbering of places
-// covers all of them.
+// The number of batch entries. Packed sequences are the last dimension of the batch. Here they count as one entry,
+// because one numbering of places covers all of them.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
@@ -127,9 +127,9 @@ __device__ __forceinline__ Range positions_of_rows(const Sequence& s, Row first,
   return end > s.queries ? Range{0, s.queries} : Range{first.position, end};
 }
 
-// Returns how far it is from a row at `position` to the next row whose position is in `seen`, in rows and rounded down
-// to whole tiles. The range `seen` must not be empty. If the list of rows has no such row, returns `left`, the number
-// of rows that are left in the list.
+// Returns the distance in rows from a row at `position` to the next row whose position is in `seen`, rounded down to
+// whole tiles. The distance is 0 if `position` itself is in `seen`. The range `seen` must not be empty. If the list of
+// rows has no such row, returns `left`, the number of rows that are left in the list.
 __device__ __forceinline__ int64_t rows_until(Range seen, int64_t position, int64_t queries, int64_t left,
                                               int64_t tile) {
   if (position < seen.last) return larger(0, seen.first - position) / tile * tile;
@@ -160,9 +160,9 @@ struct TileRange {
   static constexpr int64_t kMostKeys = 1 << 16;  // more than a tile has
 };
 
-// One block's share of the problem. It is in shared memory, so that one thread can compute it for the block, and it
-// takes no registers. Blocks that read the same keys have neighbouring numbers. Under causality the blocks that read
-// the most keys come first.
+// One block's share of the problem. One thread computes it into shared memory for the whole block, so that it takes no
+// registers. Blocks that read the same keys have neighbouring numbers. Under causality the blocks that read the most
+// keys come first.
 struct Task {
   Sequence sequence;   // of the batch entry
   int64_t n;           // the batch entry

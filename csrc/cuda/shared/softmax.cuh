@@ -5,8 +5,7 @@
 
 namespace attn::cuda {
 
-// The logsumexp of a row, or its derivative along a direction, in the form in which memory holds it (params.h): as the
-// sum of two numbers.
+// The logsumexp of a row, or its derivative along a direction, stored as the sum of two numbers (params.h).
 template <class T>
 struct alignas(8) Pair {
   T high, low;
@@ -61,8 +60,8 @@ __device__ __forceinline__ T shift_of(T maximum) {
 }
 
 // Adds the sink of a row to the logsumexp of its keys. Returns the share of the weight that the keys keep:
-// exp(logsumexp before - logsumexp now), or 1 without a sink. A row without keys outputs 0 times this share, and so
-// outputs NaN if the sink is NaN.
+// exp(logsumexp of the keys - logsumexp with the sink), or 1 without a sink. A row without keys outputs 0 times this
+// share, and so outputs NaN if the sink is NaN.
 template <class T>
 __device__ inline T add_sink(const Problem& p, const Row& row, Pair<T>& logsumexp) {
   if (!p.sinks) return 1;
@@ -169,9 +168,9 @@ struct OutputRow {
 // stores delta as two numbers, because Z dP - delta must be exactly g for a row with one key (Z: the dropout factor,
 // see cpu/kernels/backward.inl). Also writes two gradients that follow from delta. The gradient of the sink is dsink =
 // -Psink delta, where Psink is the sink's weight. The gradient of a number that is added to all scores of the row is
-// sum_j dS_ij = g - dsink. For SecondParams also writes tdelta = <G, tO>. Then writes the derivatives of these two
-// gradients instead of the gradients. They follow from tPsink = Psink (tsink - c), where c is the derivative of the
-// logsumexp.
+// sum_j dS_ij = g - dsink. For SecondParams, writes the derivatives of these two gradients instead of the gradients,
+// and also tdelta = <G, tO>. The two derivatives follow from tPsink = Psink (tsink - c), where c is the derivative of
+// the logsumexp.
 template <class T, class Params>
 __device__ inline void write_delta(const Params& p, const Row& at, T of_output, T of_tangent) {
   constexpr bool kSecond = requires { p.tangent_delta; };

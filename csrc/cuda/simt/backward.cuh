@@ -1,8 +1,8 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
 // refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and their names are as in cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From these
-// scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part in a
-// fixed order, so that equal calls give equal bits. The part consists of:
+// and the names in them are those of cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From
+// these scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part
+// in a fixed order, so that equal calls give equal bits. The part consists of:
 //
 //   dQ      64 queries, summed over all keys
 //   dK, dV  64 keys, summed over all queries of all heads that read them
@@ -33,9 +33,8 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. If a row
-// attends to one key only, O is the value of that key. Then dP - delta is exactly 0, or exactly the gradient of the
-// logsumexp.
+// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. So if a
+// row attends to one key only, whose value is O, dP - delta is exactly 0, or exactly the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -101,7 +100,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   static constexpr bool kOwnsKeys = kOf == Gradient::key || kOf == Gradient::value;
   static constexpr bool kSecond = std::is_same_v<Params, SecondParams>;
   // The mask and ALiBi are added after the cap, so the gradients of masks and slopes need dS. dQ and dK need dZ = dS
-  // cap', the gradient of z, which is the scaled product before the cap.
+  // cap', where z is the scaled product before the cap.
   static constexpr bool kBehindCap = kOf == Gradient::mask || kOf == Gradient::slopes;
   using Base = ScoresSimt<T, Params, kOwnsKeys, kCols>;
   using Base::kN;
@@ -156,7 +155,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       shared.tangent.row[i] = {static_cast<const Pair<T>*>(p.tangent_logsumexp)[r],
                                static_cast<const T*>(p.tangent_delta)[r]};
   }
-  // Sets the rows of the loop's present tile, in the list of rows that begins with `head`.
+  // Sets the rows of the loop's current tile, in the list of rows that begins with `head`.
   __device__ __forceinline__ void go_to_rows(int64_t n, int64_t head) {
     Base::go_to_rows(n, head, shared.loop.row, shared.loop.last_row, [&](int i, int64_t r) { read_row(i, r); });
   }
@@ -189,7 +188,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   }
 
   // Turns the scores in x into weights P. Returns bits that say which weights are not 0. Where a weight is 0, callers
-  // set its products to 0, because not even a NaN in a masked key or its value may reach a gradient.
+  // set its products to 0, because a NaN in a masked key or in its value must not reach a gradient.
   __device__ __forceinline__ uint32_t make_weights(Scores& x) {
     uint32_t attended = 0;
     this->each(x, [&](T& score, int row, int, int bit) {
@@ -214,8 +213,8 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     });
   }
 
-  // Sets x to dZ, the gradient of z, which is P u (Z dP - delta). Here Z is the dropout factor and u is cap'. With
-  // kBehindCap, u is 1, and x becomes dS.
+  // Sets x to the gradient of z, dZ = P u (Z dP - delta), where Z is the dropout factor and u is cap'. With kBehindCap,
+  // u is 1, and x becomes dS.
   __device__ __forceinline__ void compute_first_ds(Scores& x, int64_t key) {
     const bool capped = !kBehindCap && p.softcap > 0;
     this->scores(x, key, [&](T y, int row, int k) { this->weight(row, k) = SoftCap<T>::slope(y); });
@@ -281,8 +280,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds the contribution of the tile of rows and the keys from `key` on. NaNs and infinities in the factor of dS, a
-  // key or a query, count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the key.
+  // Adds the contribution of the tile of rows and the keys from `key` on. dS is multiplied by keys or queries, in which
+  // NaNs and infinities count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the
+  // key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {

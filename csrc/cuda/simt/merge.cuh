@@ -15,8 +15,8 @@ namespace attn::cuda {
 constexpr int kMergeThreads = 128;
 
 // How a row is divided among threads. kWarps: the number of warps of a block that take turns at the splits. kCols: the
-// number of columns of a lane, which are 32 apart. Further columns belong to another block or warp. kSplits: the number
-// of splits that a warp loads at once.
+// number of columns of a lane. These columns are 32 apart. Further columns belong to another block or warp. kSplits:
+// the number of splits that a warp loads at once.
 template <int kWarps_, int kCols_, int kSplits_>
 struct MergeShape {
   static constexpr int kWarps = kWarps_, kCols = kCols_, kSplits = kSplits_;
@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
   if (lane == 0) write_statistics(p, row, logsumexp, max_score);
 }
 
-// Divides a row among several warps only if it has many splits and there are few rows. Each of these warps repeats the
-// computation of the row's place and of the weights. With many rows, this takes longer than the waits for memory that
-// the division saves.
+// Divides a row among several warps only if it has many splits and there are few rows. Each of these warps computes the
+// row's place and the weights again. With many rows, this repetition takes longer than the waits for memory that the
+// division saves.
 template <class T>
 Error launch_merge_splits(const ForwardParams& p, Stream stream) {
   constexpr int64_t kFewBlocks = 1024;  // an H100 runs about this many at a time

@@ -1,5 +1,5 @@
-// Computes tiles of scores (score.h) by plain multiply-adds, and their products with keys, values, queries or
-// gradients. The forward and every derivative share this code.
+// By plain multiply-adds, computes tiles of scores (score.h) and the products of these tiles with keys, values, queries
+// or gradients. The forward and every derivative share this code.
 //
 // A block owns 64 queries and passes over keys. If its result is summed over queries, it owns 64 keys and passes over
 // queries instead (kOwnsKeys). Scores are stored as [own][other], so that both cases compute the same products.
@@ -68,9 +68,9 @@ struct ScoresSimt {
 
   __device__ ScoresSimt(const Params& p, Shared& shared) : p(p), shared_scores(shared), task(shared.task) {}
 
-  // Sets the rows of the next scores, and where the operands begin. All threads call set_rows(), and a barrier must
-  // follow. Within set_rows(), one thread calls set_task(task). Then one thread per row calls set_row(row of the tile,
-  // number of the row).
+  // Sets the rows of the next scores and the offsets at which the operands begin. All threads call set_rows(), and a
+  // barrier must follow. Within set_rows(), one thread calls set_task(task). Then one thread per row calls set_row(row
+  // of the tile, number of the row).
   template <class SetTask, class SetRow>
   __device__ __forceinline__ void set_rows(SetTask set_task, SetRow set_row) {
     Shared& shared = shared_scores;
@@ -101,9 +101,9 @@ struct ScoresSimt {
         add(key);
       }
   }
-  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier, because add_to() has a
-  // barrier after it has read the previous tile's rows, and add_dots() has a barrier before it reads the rows of this
-  // tile.
+  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier of its own: the threads
+  // pass a barrier in add_to() after they have read the previous tile's rows, and a barrier in add_dots() before they
+  // read the rows of this tile.
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     static_assert(kSimtThreads == 2 * kSimtTile);
     const int i = threadIdx.x % kSimtTile;

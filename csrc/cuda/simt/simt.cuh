@@ -37,8 +37,8 @@ struct SimtThread {
   __device__ __forceinline__ int col(int j) const { return j / kSimtCols * kSimtTile + x * kSimtCols + j % kSimtCols; }
 };
 
-// Whether a thread sums every kSimtDepth products from zero and then adds this chain to the sum. It does so in float,
-// because short chains keep the error of long sums low.
+// Whether a thread sums kSimtDepth products in a chain that starts from 0, and then adds the chain to the sum. Float
+// sums have short chains, because these keep the error of long sums low.
 template <class T>
 constexpr bool kShortChains = sizeof(T) == 4;
 
@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
 // Fills tile[outer * stride + inner] for all outer < kOuters and inner < kInners with number at(outer, inner) of an
 // operand. Where `outer` is not less than `outer_count` or `inner` is not less than `inner_count`, fills in 0.
 // `outer_is_fast`: whether neighbouring threads read neighbouring numbers of the outer dimension. A thread starts all
-// loads of a batch before it waits for one of them.
+// its loads of kBatch numbers before it waits for one of them.
 template <int kOuters, int kInners, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, At at, Convert convert) {

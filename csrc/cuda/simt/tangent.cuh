@@ -1,6 +1,6 @@
 // Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds. The formulas
-// and their names are as in cpu/kernels/tangent.inl. A block owns 64 rows and up to 128 columns of the output (64 in
-// float64), because registers hold no more sums. A block passes over the keys once.
+// and the names in them are those of cpu/kernels/tangent.inl. A block owns 64 rows and up to 128 columns of the output
+// (64 in float64), because registers hold no more sums. A block passes over the keys once.
 #pragma once
 
 #include "cuda/simt/scores.cuh"
