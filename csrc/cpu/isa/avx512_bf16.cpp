@@ -1,13 +1,13 @@
-// AVX-512 with VDPBF16PS (Zen 4, Cooper Lake and later), an instruction that computes two products per lane. The
-// instruction saves time on processors that run it at the rate of FMAs, as AMD's do.
+// AVX-512 with VDPBF16PS, an instruction that computes two products per lane, and VBMI, which looks bytes up in tables
+// (Zen 4, Sapphire Rapids and later). VDPBF16PS saves time on processors that run it at the rate of FMAs, as AMD's do.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
-ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")
 #define ATTN_ISA avx512_bf16
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
 #include "cpu/kernels/kernels.inl"
-#include "cpu/tiles/formats_bf16.inl"
+#include "cpu/tiles/words.inl"
 
 namespace attn::avx512_bf16 {
 
@@ -16,9 +16,9 @@ struct Formats {  // see kernels.inl
   static bool takes(const Problem& p) { return p.factor_bits <= 8; }
   template <class Function>
   static ATTN_INLINE auto with(const Problem&, Function f) {
-    return f(Pairs());
+    return f(WordPairs());
   }
-  static constexpr bool kDecodes = false;
+  static constexpr bool kDecodes = true;
   static constexpr auto falls_back_to = kernels_avx512;
 };
 

@@ -7,9 +7,12 @@
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+template <class F>
 struct Decode {
-  using Few = FewRows<T>;
+  using T = typename F::Number;
+  using Few = FewRows<F>;
+  template <class S>
+  using Piece = typename Few::template Piece<S>;
   static constexpr int W = kLanes<T>;
 
   // The kernel takes at most kRows rows. If a set in which a lane multiplies two numbers at once also supports the
@@ -20,6 +23,7 @@ struct Decode {
   // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same
   // order as forward.inl. So a weight that was 1 in the forward (in a row with one key) is exactly 1 again.
   static bool takes(const ForwardParams& p, bool beside_pairs) {
+    if (Few::kPairs && p.value_dim % (2 * W) != 0) return false;
     return !p.logsumexp && !p.invariant && Few::takes(p, beside_pairs ? kRowsBesidePairs : kRows);
   }
 
@@ -55,32 +59,60 @@ struct Decode {
     return larger(Buffers(p, nullptr).size, merge_workspace<T>(p.value_dim));
   }
 
+  // Loads N vectors of columns of value j, or of the pair of values j and j + 1.
+  template <bool kPrefetch, class S, int N>
+  static ATTN_INLINE void load_values(const Piece<S>& rows, int64_t col, int64_t j, int64_t count, Vec<T> (&v)[N]) {
+    const S* const value = rows.row(j) + col;
+    if constexpr (kPrefetch) rows.prefetch(j, col, N * W);
+    if constexpr (Few::kPairs) {
+      static constexpr S kNone[N * W] = {};
+      const S* const next = j + 1 < count ? rows.row(j + 1) + col : kNone;
+      if constexpr (kPrefetch) rows.prefetch(j + 1, col, N * W);
+#pragma GCC unroll 2
+      for (int n = 0; n + 4 <= N; n += 4) {
+        Vec<T> a[2], b[2];
+        F::load_words(value + n * W, a);
+        F::load_words(next + n * W, b);
+        for (int half = 0; half < 2; ++half) F::pairs_of_rows(a[half], b[half], v + n + 2 * half);
+      }
+      if constexpr (N % 4 == 2) {
+        const int64_t d = (N - 2) * W;
+        F::pairs_of_rows(F::load_words(value + d), F::load_words(next + d), v + N - 2);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);
+      if constexpr (N % 2 == 1) v[N - 1] = load_as<T>(value + (N - 1) * W);
+    }
+  }
+
   // output[r] = correction[r] output[r] + sum_j x[r][j] v_j for R queries and N vectors of columns from `col` on.
   template <int R, int N, bool kPrefetch, class Values>
   static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
-    constexpr int kChains = R * N <= 2 ? 4 : 1;  // several sums, because each addition waits for the one before
+    constexpr int kChains = R * N <= 2 && !Few::kPairs ? 4 : 1;  // several sums, because each addition waits for the one before
     Vec<T> sum[kChains][R][N] = {};
-    const auto add = [&](const auto& piece, int64_t j, const T* weights, int chain) {
-      const auto* const value = piece.row(j) + col;
-      if constexpr (kPrefetch) piece.prefetch(j, col, N * W);
-      Vec<T> v[N];
-#pragma GCC unroll 8
-      for (int n = 0; n + 1 < N; n += 2) load_two<T>(value + n * W, v[n], v[n + 1]);
-      if constexpr (N % 2 == 1) v[N - 1] = load_as<T>(value + (N - 1) * W);
+    const auto add = [&](const Vec<T>(&v)[N], const T* weights, int chain) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sum[chain][r][n] += weights[r * kKeyTile + j] * v[n];
+        for (int n = 0; n < N; ++n)
+          sum[chain][r][n] = F::multiply_add(sum[chain][r][n], weights + r * kKeyTile, v[n]);
     };
     for (int64_t first = 0; first < keys; first += kPiece) {
       const auto piece = rows.piece(first / kPiece);
       const int64_t count = smaller(kPiece, keys - first);
       int64_t j = 0;
-      for (; j + kChains <= count; j += kChains)
+      const auto add_key = [&](int chain) {
+        Vec<T> v[N];
+        load_values<kPrefetch>(piece, col, j, count, v);
+        add(v, x + (first + j) / F::kNumbers, chain);
+        j += F::kNumbers;
+      };
+      while (j + kChains <= count)
 #pragma GCC unroll 4
-        for (int chain = 0; chain < kChains; ++chain) add(piece, j + chain, x + first, chain);
-      for (; j < count; ++j) add(piece, j, x + first, 0);
+        for (int chain = 0; chain < kChains; ++chain) add_key(chain);
+      while (j < count) add_key(0);
     }
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) {
@@ -126,15 +158,15 @@ struct Decode {
 
     Results<T> to(p, own.split, p.value_dim);
     to.residual = {};  // only derivatives read it
-    if (Few::takes_turns(p.value.dtype))
+    if (Few::kPairs || Few::takes_turns(p.value.dtype))
       for (int64_t r = 0; r < rows.count; ++r) Few::together(b.output + r * b.ld_value, b.ld_value);
     for (int64_t r = 0; r < rows.count; ++r)
       write_row<T>(p, {own.n, rows.head[r], rows.position[r]}, b.output + r * b.ld_value, nullptr, maximum[r], sum[r],
                    maximum[r], to, nullptr);
   }
 
-  // Turns scores of row r into weights exp(x - maximum), and applies dropout. The caller must multiply earlier sums of
-  // values by `correction`.
+  // Turns scores of row r into weights exp(x - maximum), or into pairs of weights, and applies dropout. The caller must
+  // multiply earlier sums of values by `correction`.
   static void softmax(const ForwardParams& p, const Buffers& b, int64_t r, int64_t keys, T& maximum, T& sum,
                       T& correction) {
     const T slope = log2_slope<T>(p);
@@ -158,6 +190,9 @@ struct Decode {
       for (int64_t j = 0; j < keys; ++j) x[j] *= b.factor[j * kRowTile + r];
     if (p.value_scale.data)
       for (int64_t j = 0; j < keys; j += W) store<T>(x + j, load<T>(x + j) * load<T>(b.value_scale + j));
+    if constexpr (Few::kPairs)
+      for (int64_t j = 0; j < keys; j += 2 * W)
+        store<T>(x + j / 2, F::rounded(load<T>(x + j), j + W < keys ? load<T>(x + j + W) : Vec<T>{}));
   }
 };
 

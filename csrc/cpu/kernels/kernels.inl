@@ -29,7 +29,7 @@ namespace attn::ATTN_ISA {
 // - takes(p): whether one of the set's formats holds the factors of products, which may be rounded to p.factor_bits
 // - with(p, f): calls f with this format
 // - kOnThread: what a thread calls before its first task and after its last one
-// - kDecodes: whether the table has the kernels for few rows (these kernels gain nothing from faster products)
+// - kDecodes: whether the table has the kernel for few rows that multiplies in this format
 // - falls_back_to: the table for all other problems, or null
 //
 // SinglesOnly is for sets that cannot multiply numbers of fewer bits, such as bfloat16.
@@ -52,9 +52,9 @@ struct KernelTable {
   template <class F, class K = Forward<F>>
   static constexpr ForwardKernels kForward = {
       K::workspace, K::run, K::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
-  template <class T, class K = Decode<T>, class F = Singles<T>>
+  template <class F, class K = Decode<F>, class One = Singles<typename F::Number>>
   static constexpr ForwardKernels kDecode = {
-      K::workspace, K::run, Forward<F>::merge, Prepacked<F>::size, Prepacked<F>::pack, Formats::kOnThread};
+      K::workspace, K::run, Forward<One>::merge, Prepacked<One>::size, Prepacked<One>::pack, Formats::kOnThread};
   template <class Params, class K>
   static constexpr OnePassKernels<Params> kOnePass = {K::workspace, K::run, Formats::kOnThread};
   template <class Params, class K>
@@ -71,10 +71,10 @@ struct KernelTable {
     return Formats::takes(p) ? Formats::with(p, f) : nullptr;
   }
   static const ForwardKernels* forward(const ForwardParams& p) {
-    if (!Formats::kDecodes && Decode<float>::takes(p, true)) return nullptr;
-    return chosen(p, [&]<class F>(F) {
+    return chosen(p, [&]<class F>(F) -> const ForwardKernels* {
       if constexpr (Formats::kDecodes)
-        if (Decode<typename F::Number>::takes(p, false)) return &kDecode<typename F::Number>;
+        if (Decode<F>::takes(p, false)) return &kDecode<F>;
+      if (Formats::falls_back_to && Decode<Singles<float>>::takes(p, true)) return nullptr;
       return &kForward<F>;
     });
   }
@@ -89,9 +89,9 @@ struct KernelTable {
     return chosen(p, []<class F>(F) { return &kBackward<Params, Backward<Singles<typename F::Number>, Params, F>>; });
   }
   static const StatsKernels* stats(const StatsParams& p) {
-    if (!Formats::kDecodes && FewStats<float>::takes(p, true)) return nullptr;
+    if (Formats::falls_back_to && FewStats<float>::takes(p, true)) return nullptr;
     return chosen(p, [&]<class F>(F) {
-      if constexpr (Formats::kDecodes)
+      if constexpr (!Formats::falls_back_to)
         if (FewStats<typename F::Number>::takes(p, false)) return &kFewStats<typename F::Number>;
       return &kStats<F>;
     });

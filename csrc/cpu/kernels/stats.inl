@@ -305,7 +305,7 @@ struct Stats {
 // are one chunk.
 template <class T>
 struct FewStats {
-  using Few = FewRows<T>;
+  using Few = FewRows<Singles<T>>;
   static constexpr int W = kLanes<T>;
 
   // The largest number of rows (measured) if a set in which a lane multiplies two numbers at once also supports the

@@ -1,14 +1,19 @@
 // Scores of few queries, where reading the keys takes most of the time. A vector holds neighbouring entries of one key.
 // Rows of K (and of V, in decode.inl) are usually read without packing, whatever their type and length: see in_place().
 // Each row is read once for all queries that share it.
+//
+// A format of pairs (formats_bf16.inl) multiplies two neighbours in a lane. Then bfloat16 and numbers of 8 bits stay
+// bfloat16 (words.inl), and take half as many products.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
 
 namespace attn::ATTN_ISA {
 
-template <class T>
+template <class F>
 struct FewRows {
+  using T = typename F::Number;
+  static constexpr bool kPairs = F::kNumbers == 2;
   static constexpr int W = kLanes<T>;
   static constexpr int64_t kMost = 16;  // rows of a task
   static constexpr int kAtOnce = 4;     // rows that share a load
@@ -17,6 +22,7 @@ struct FewRows {
   // products of gemm.inl are faster from fewer queries on. `most` is the largest number of rows for which this code is
   // faster. It was measured for each kernel with keys in memory, not in the cache, because this code prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
+    if (kPairs && (p.query.dtype != DType::bf16 || p.head_dim % (2 * W) != 0)) return false;
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
 
@@ -42,7 +48,9 @@ struct FewRows {
   void set(const Problem& p, const RowTask& own, const Operand* scale = nullptr) {
     key_scale = scale;
     rows.set(p, own.n, own.first_head, own.rows);
-    rows.template pack_lanes<Singles<T>>(p, p.query, p.head_dim, query, ld_key);
+    rows.each_run(p, p.query, 0, [&](const Block& block, int64_t row, int64_t count) {
+      F::pack_along_columns(block, count, p.head_dim, query + row * ld_key, ld_key);
+    });
     if (takes_turns(p.key.dtype))
       for (int64_t r = 0; r < rows.count; ++r) apart(query + r * ld_key, p.head_dim);
     if (p.has_mask)
@@ -80,8 +88,8 @@ struct FewRows {
 
   // Calls f(std::bool_constant<prefetch>). Only the first group of queries prefetches, because later groups find the
   // keys in the cache.
-  template <class F>
-  static ATTN_INLINE void with_prefetch(bool prefetch, F f) {
+  template <class Function>
+  static ATTN_INLINE void with_prefetch(bool prefetch, Function f) {
     prefetch ? f(std::true_type()) : f(std::false_type());
   }
   // Rows that are read in whole vectors. A row that ends within a vector is read past its end, into the next row. The
@@ -126,22 +134,22 @@ struct FewRows {
 
   // Cuts `count` items into groups of N = kGroup items, and a smaller group for the rest. For each group it calls
   // f(std::integral_constant<int, N>, first).
-  template <int kGroup, class F>
-  static ATTN_INLINE void each_group(int64_t count, F f) {
+  template <int kGroup, class Function>
+  static ATTN_INLINE void each_group(int64_t count, Function f) {
     int64_t first = 0;
     for (; first + kGroup <= count; first += kGroup) f(std::integral_constant<int, kGroup>(), first);
     if constexpr (kGroup > 1) rest<kGroup - 1>(count - first, first, f);
   }
-  template <int N, class F>
-  static ATTN_INLINE void rest(int64_t count, int64_t first, F f) {
+  template <int N, class Function>
+  static ATTN_INLINE void rest(int64_t count, int64_t first, Function f) {
     if (count == N) return f(std::integral_constant<int, N>(), first);
     if constexpr (N > 1) rest<N - 1>(count, first, f);
   }
 
   // Calls f(std::integral_constant<int, V>), where V is the number of vectors of a row if it is 2, 3 or 4 and the row
   // needs no conversion, else 0. (In a short row, a loop over the vectors would take as long as their arithmetic.)
-  template <class S, class F>
-  static ATTN_INLINE void with_vectors(int64_t cols, F f) {
+  template <class S, class Function>
+  static ATTN_INLINE void with_vectors(int64_t cols, Function f) {
     const int64_t vectors = (cols + W - 1) / W;
     if constexpr (std::is_same_v<S, T>) {
       if (vectors == 2) return f(std::integral_constant<int, 2>());
@@ -152,12 +160,14 @@ struct FewRows {
   }
 
   // Whether rows are read without packing.
-  static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
+  static bool in_place(const Operand& x, int64_t cols) {
+    return x.col == 1 && (cols % W == 0 || x.row >= W);
+  }
 
   // Whether load_two() de-interleaves a row, so that even columns come first, then odd columns. apart() puts queries
-  // and packed rows in this order. together() puts the output back in the order of columns. If a row ends with a single
-  // vector, this vector stays as it is.
-  static bool takes_turns(DType dtype) { return dtype == DType::bf16; }
+  // and packed rows in this order. together() puts the output back in the order of columns, also from the order of
+  // pairs_of_rows(). If a row ends with a single vector, this vector stays as it is.
+  static bool takes_turns(DType dtype) { return dtype == DType::bf16 && !kPairs; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
       T turns[2 * W];
@@ -169,15 +179,16 @@ struct FewRows {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
       T halves[2 * W];
       __builtin_memcpy(halves, row + d, sizeof halves);
-      for (int i = 0; i < 2 * W; ++i) row[d + i] = halves[i % 2 * W + i / 2];
+      for (int i = 0; i < 2 * W; ++i)
+        row[d + i] = halves[kPairs ? i / 4 % 2 * W + i / 8 * 4 + i % 4 : i % 2 * W + i / 2];
     }
   }
 
   // Calls f(WholeVectors) with the rows of a block, which are read in place if `in_place`, else packed. load_two()
   // reads the first `paired` columns of a row.
-  template <class F>
+  template <class Function>
   static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
-                                    int64_t ld, bool in_place, F f) {
+                                    int64_t ld, bool in_place, Function f) {
     const bool ends_within = cols % W != 0;
     const Block& block = pieces.block;
     const auto as_they_lie = [&](auto storage) {
@@ -192,6 +203,10 @@ struct FewRows {
     if (in_place) {
       if constexpr (sizeof(T) == 8) {
         return as_they_lie(double());
+      } else if constexpr (kPairs) {
+        if (block.dtype == DType::i8) return as_they_lie(Int8());
+        if (block.dtype == DType::e4m3) return as_they_lie(Float8());
+        return as_they_lie(BFloat16());
       } else {
         if (block.dtype == DType::f32) return as_they_lie(float());
         if (block.dtype == DType::bf16) return as_they_lie(BFloat16());
@@ -200,11 +215,11 @@ struct FewRows {
         return as_they_lie(Half());
       }
     }
-    pack_rows<T>(tile, ld, block, rows, cols);
+    F::pack_along_columns(block, rows, cols, tile, ld);
     for (int64_t j = 0; j < rows && takes_turns(block.dtype); ++j) apart(tile + j * ld, paired);
     Pieces packed;
     for (int64_t i = 0; const char*& at : packed.at) at = reinterpret_cast<const char*>(tile + i++ * kPiece * ld);
-    f(WholeVectors<T>{packed, ld, -1, nullptr});
+    f(WholeVectors<std::conditional_t<kPairs, BFloat16, T>>{packed, ld * F::kNumbers, -1, nullptr});
   }
 
  private:
@@ -221,6 +236,43 @@ struct FewRows {
       if constexpr (kPrefetch) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
     }
     Vec<T> sum[kKeys][R] = {};
+    if constexpr (kPairs) {
+      multiply_pairs<R, kKeys>(key, cols, query, ld_query, sum);
+    } else {
+      multiply_singles<R, kKeys, V>(key, cols, query, ld_query, sum);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
+  }
+  template <int R, int kKeys, class S>
+  static ATTN_INLINE void multiply_pairs(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
+                                         Vec<T> (&sum)[kKeys][R]) {
+    const auto add = [&](int64_t d, auto load_key) {
+      Vec<T> k[kKeys];
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) k[i] = load_key(i);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec<T> q = load<T>(query + r * ld_query + d / 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < kKeys; ++i) sum[i][r] = F::multiply_add(sum[i][r], q, k[i]);
+      }
+    };
+    int64_t d = 0;
+    for (; d + 4 * W <= cols; d += 4 * W) {
+      Vec<T> k[kKeys][2];
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) F::load_words(key[i] + d, k[i]);
+      add(d, [&](int i) { return k[i][0]; });
+      add(d + 2 * W, [&](int i) { return k[i][1]; });
+    }
+    if (d < cols) add(d, [&](int i) { return F::load_words(key[i] + d); });
+  }
+  template <int R, int kKeys, int V, class S>
+  static ATTN_INLINE void multiply_singles(const S* const (&key)[kKeys], int64_t cols, const T* query,
+                                           int64_t ld_query, Vec<T> (&sum)[kKeys][R]) {
     const auto add = [&](int64_t d, const Vec<T>(&k)[kKeys]) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -259,10 +311,6 @@ struct FewRows {
       if (d < whole) add_vector(d);
       if (whole < cols) add_end(whole);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
   }
 
   // x[r * ld + j] = score(<q_r, k_(first + j)>) for R queries r and the keys j < keys. `keys` is at most W.

@@ -114,8 +114,11 @@ struct Singles {
   static Rows<T> as_it_lies(const Block& block) { return {reinterpret_cast<const T*>(block.data), block.row}; }
   static Rows<T> along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld, bool once = false) {
     if (in_place(block, once ? 1 : rows, cols)) return as_it_lies(block);
-    pack_rows<T>(tile, ld, block, rows, cols);
+    pack_along_columns(block, rows, cols, tile, ld);
     return {tile, ld};
+  }
+  static void pack_along_columns(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
+    pack_rows<T>(tile, ld, block, rows, cols);
   }
   static Rows<T> along_rows(const Block& block, int64_t rows, int64_t cols, T* tile, int64_t ld) {
     return along_columns(block, rows, cols, tile, ld);
