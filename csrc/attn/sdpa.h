@@ -139,7 +139,7 @@ struct Stats {
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
-// Takes only O(L + S) memory, even for sequences whose weights would not fit into memory. The results have no
+// Takes only O(L + S) memory, so it works for sequences whose weights would not fit into memory. The results have no
 // derivatives: inputs may require a gradient, but a backward through the results throws. A dropout_p other than 0
 // throws, because the statistics describe the weights before dropout.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,

@@ -49,7 +49,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 // Before the kernels run, reads a mask that several heads share, and returns what it does to each tile of scores.
 // p.mask_tiles points into the result. If sequences are packed, EntriesAndMasks calls this for each sequence.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass does not pay
+  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass costs too much
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);

@@ -48,7 +48,7 @@ struct Forward {
     T* key;                                             // [kKeyTile][slots of E]
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
-    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can keep them there
     T* rest;                      // as weights: what the weights lost when rounded; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x

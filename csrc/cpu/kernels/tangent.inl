@@ -21,8 +21,8 @@
 
 namespace attn::ATTN_ISA {
 
-// F: the format in which the forward multiplied queries and keys. The scores are recomputed in F, because weights exp(x
-// - logsumexp) of scores with other roundings would not sum to 1. Everything else is computed in T.
+// F: the format in which the forward multiplied queries and keys. The scores are recomputed in F, because the weights
+// exp(x - logsumexp) of scores with other roundings would not sum to 1. Everything else is computed in T.
 template <class T, class F = Singles<T>>
 struct Tangent {
   static constexpr int W = kLanes<T>;

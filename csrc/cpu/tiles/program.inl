@@ -93,8 +93,8 @@ struct PairTiles {
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each
-// diagonal, on which all pairs have the same distance. Sums over lanes leave out lanes without a row, which may hold a
-// NaN, because their terms are 0.
+// diagonal, on which all pairs have the same distance. A sum over lanes leaves out the lanes without a row. Their terms
+// are 0, so they may hold a NaN.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -760,7 +760,7 @@ class TablesAhead {
   struct Place {
     const T* table;
     int64_t step, owners;              // the distance between parts; the number of owners
-    const int32_t* index;              // of the pair of the first owner and the first of the other side
+    const int32_t* index;              // of the first owner's first pair
     int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
   };
 
