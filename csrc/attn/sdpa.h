@@ -53,8 +53,8 @@ struct Options {
   // The slopes of the heads, [Hq] or [B..., Hq], in query's type or float32. Slope times distance is subtracted from
   // scores. The slopes get a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
-  // They have the shapes and types of alibi_slopes. A sink is one more logit, without a value, in every softmax of its
-  // head. The sinks get a gradient.
+  // The sinks of the heads, with the shapes and types of alibi_slopes. A sink is one more logit, without a value, in
+  // every softmax of its head. The sinks get a gradient.
   std::optional<at::Tensor> sinks = std::nullopt;
   // The scales of a key and of a value of 8 bits (int8 or float8_e4m3fn), float32. Such a key stands for key *
   // key_scale[..., None], and such a value stands for value * value_scale[..., None]. A scale broadcasts to the shape
@@ -65,8 +65,8 @@ struct Options {
 };
 
 // Returns softmax(scale * query key^T + attn_mask) value. The call takes O(L + S) memory beside inputs and outputs, and
-// so does its backward. With the other options, query i is at position p = i + query_offset. Query i sees the keys that
-// window_size, is_causal, key_lengths and attn_mask do not hide. The scores and weights of these keys j are
+// so does its backward. Query i is at position p = i + query_offset. Query i sees the keys that window_size, is_causal,
+// key_lengths and attn_mask do not hide. The scores and weights of these keys j are
 //
 //   scores   softcap tanh(scale <q, k_j> / softcap) - alibi_slopes |p - j| + attn_mask
 //   weights  exp(score_j) / (exp(sinks) + sum over j of exp(score_j))
@@ -139,7 +139,7 @@ struct Stats {
   at::Tensor received_weight;  // [B..., Hq, S], the sum over the queries of the weight that a key receives
 };
 
-// Takes only O(L + S) memory, so it serves for sequences whose weights cannot be stored. The results have no
+// Takes only O(L + S) memory, so it works for sequences whose weights would not fit into memory. The results have no
 // derivatives: inputs may require a gradient, but a backward through the results throws. A dropout_p other than 0
 // throws, because the statistics describe the weights before dropout.
 ATTN_API Stats sdpa_stats(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& attn_mask,

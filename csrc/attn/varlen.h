@@ -30,7 +30,7 @@ struct VarlenOptions {
   std::optional<at::Tensor> block_table = std::nullopt;
   // c > 0: a scaled score x becomes c tanh(x / c), before a mask is added. 0: scores are not capped.
   double softcap = 0.0;
-  // Both are [Hq], as in Options, and get a gradient.
+  // The slopes and sinks of the heads, [Hq], as in Options. They get a gradient.
   std::optional<at::Tensor> alibi_slopes = std::nullopt;
   std::optional<at::Tensor> sinks = std::nullopt;
   // The position of a sequence's first query among its keys: one number for all, or integers [N]. Absent: the number of

@@ -108,8 +108,8 @@ struct Step {
 struct ResultOfList {
   int16_t from;
   LeafOfList of;  // if this is a gradient, the leaf whose gradient it is; Leaf::score stands for scale * product
-  // If `table` is not -1, the result is the gradient of a number of this table, and `of` means nothing. The operand
-  // `index` says which number of the table it is.
+  // If `table` is not -1, the result is the gradient of a number of this table, and `of` is unused. The operand `index`
+  // says which number it is.
   int8_t table = -1;
   int16_t index = 0;
 };

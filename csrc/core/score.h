@@ -40,7 +40,7 @@ struct ScoreFunction {
   T scale;
 
   ATTN_INLINE static constexpr ScoreFunction of(const Problem& p) { return {static_cast<T>(p.scale)}; }
-  // Returns the function that changes nothing. It serves for products that are scores already.
+  // Returns the function that changes nothing, for products that are scores already.
   ATTN_INLINE static constexpr ScoreFunction identity() { return {1}; }
 
   template <class V>

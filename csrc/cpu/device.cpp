@@ -32,8 +32,8 @@ double pairs(const Problem& p) { return 1.0 * p.batch * p.heads * p.queries * p.
 // The floating-point operations of one product, such as Q K^T, over all pairs of queries and keys.
 double product_flops(const Problem& p) { return 2 * pairs(p) * std::max(p.head_dim, p.value_dim); }
 
-// The cost of a pair of query and key in the forward, without the products, in the unit of product_flops(). This cost
-// decides whether a second thread pays in calls of ten microseconds (measured while decoding).
+// The cost of a pair of query and key in the forward, without the products, in the unit of product_flops(). In calls
+// that take ten microseconds, this cost decides whether a second thread helps. It was measured while decoding.
 constexpr double kFlopsPerPair = 128;
 
 void draw_rng_state(const Tensor& state, int64_t heads) {
@@ -49,7 +49,7 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 // Before the kernels run, reads a mask that several heads share, and returns what it does to each tile of scores.
 // p.mask_tiles points into the result. If sequences are packed, EntriesAndMasks calls this for each sequence.
 Tensor look_at_mask(Problem& p, const Tensor& query) {
-  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass does not pay
+  constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass costs too much
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
   const int64_t key_tiles = divide_up(p.keys, kKeyTile);
@@ -139,8 +139,8 @@ int64_t chunk_length(int64_t count, int64_t tasks, int64_t enough, int64_t most)
 }
 static_assert(kRowTile == kKeyTile);
 
-// Several tiles of rows share one pass over the keys if enough tasks remain. No bit depends on this sharing. But splits
-// of the keys change the bits of sums, so the splits depend on the size of one batch entry alone.
+// Several tiles of rows share one pass over the keys if enough tasks remain. This sharing does not change a bit of the
+// result. Splits of the keys change the bits of sums, so the splits depend on the size of one batch entry alone.
 void plan_rows(RowParams& p) {
   const int64_t tasks = p.groups() * divide_up(p.rows(), kRowTile);
   const int64_t positions = p.group > 1 ? p.queries : std::min(p.queries, kRowTile);

@@ -91,7 +91,7 @@ class Entries {
   }
 
   // Runs f(params, kernels, task, workspace) for every task of every entry. An entry has tasks(params) tasks, which
-  // together take flops(params).
+  // together take flops(params) operations.
   void run(const auto& tasks, const auto& flops, int64_t workspace, const auto& f, Take take = Take::neighbours) const {
     if (entries_.size() == 1) {
       const auto [p, k] = entries_[0];
@@ -120,8 +120,8 @@ class Entries {
       if (entry.kernels->on_thread.begin) on_thread = entry.kernels->on_thread;
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
-    // A thread takes neighbouring items at once, which together are a quarter of the thread's share of the work that is
-    // left. If threads took alternate items, a thread would wait for memory that the cache of another thread holds.
+    // A thread takes neighbouring items at once, together a quarter of its share of the remaining work. If threads took
+    // alternate items, a thread would wait for memory that the cache of another thread holds.
     const double parts = take == Take::one ? HUGE_VAL : 4.0 * at::get_num_threads();
     std::vector<size_t> ends;
     double left = all_flops, taken = 0;

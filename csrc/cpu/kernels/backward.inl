@@ -35,7 +35,7 @@
 namespace attn::ATTN_ISA {
 
 // Params: BackwardParams for the gradients, SecondParams for their derivative along t. F: the format of the operands of
-// the products. S: the format in which the forward multiplied queries and keys. The scores are computed in S again.
+// the products. S: the format in which the forward multiplied queries and keys. The scores are recomputed in S.
 template <class F, class Params, class S = F>
 struct Backward {
   using T = typename F::Number;
@@ -298,8 +298,8 @@ struct Backward {
         for (int i = 0; i < kKeys; ++i) {
           const int64_t at = (first + i) * kRowTile + lane;
           const Vec<T> weight = found[i], factor = p.has_dropout ? load<T>(b.factor + at) : splat<T>(1);
-          // Selects 0 instead of multiplying by it, because a masked key or its value may be NaN, and a gradient must
-          // not become NaN from them.
+          // Where the weight is 0, selects 0 instead of multiplying, because a masked key or its value may be NaN and
+          // would make a gradient NaN.
           const auto masked = weight == zero;
           if constexpr (kSecond) {
             const Vec<T> dp = load<T>(b.dx + at) * factor - delta + grad_logsumexp;
@@ -325,8 +325,8 @@ struct Backward {
     }
   }
 
-  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Selects 0 instead of multiplying by it, because dS
-  // must stay 0 at a hidden key even if the key holds a NaN.
+  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Where dS is 0, selects 0 instead of multiplying,
+  // because dS must stay 0 at a hidden key even if the key holds a NaN.
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {

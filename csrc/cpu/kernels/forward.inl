@@ -27,8 +27,8 @@ struct Forward {
   // takes no more rows at once, and the data of two panels would not stay in the L1 cache.
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
-  // Whether weights are rounded to one bfloat16, and a second product sums what this rounding takes from the output.
-  // The kernel's output then has twice as many columns: first the columns of O, then the columns of this rest.
+  // Whether weights are rounded to one bfloat16, and a second product computes the rest, which is what O loses by this
+  // rounding. The kernel's output then has twice as many columns: first the columns of O, then the columns of the rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
@@ -48,7 +48,7 @@ struct Forward {
     T* key;                                             // [kKeyTile][slots of E]
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
-    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can have them there
+    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can keep them there
     T* rest;                      // as weights: what the weights lost when rounded; null without has_rest()
     T* bias;                      // as x
     T* factor;                    // as x
@@ -63,8 +63,8 @@ struct Forward {
       Arena arena(base);
       const int64_t blocks = divide_up(p.rows_per_task, kRowTile);
       states = arena.take<RowState>(blocks * (kRowTile / kRows));
-      // Pads each row by one cache line. Otherwise, if the length of a row were a power of two, a column would use only
-      // few sets of the cache.
+      // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
+      // were a power of two.
       ld_key = row_of<F>(p.head_dim) + W;
       ld_value = row_of<F>(p.value_dim) + W;
       rest_of_row = round_up(p.value_dim, W);
@@ -87,8 +87,8 @@ struct Forward {
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
       size = arena.used();
     }
-    // Returns the columns of a state in blocks [depth][kRowTile], which all states share. If tiles have fewer rows,
-    // several tiles are side by side in a block.
+    // Returns the columns of a state in blocks [depth][kRowTile], which all states share. If a tile has fewer than
+    // kRowTile rows, several tiles are side by side in a block.
     T* columns(T* blocks, int64_t depth, const RowState& state) const {
       const int64_t row = (&state - states) * kRows;
       return blocks + row / kRowTile * depth * kRowTile + row % kRowTile;
@@ -237,8 +237,9 @@ struct Forward {
     state.started = true;
   }
 
-  // Divides by the sum, multiplies by 1 / (1 - dropout_p), and writes the rows. (Weights in bfloat16 could not hold
-  // this factor.) A row that saw no key is 0, and its logsumexp is -inf or its sink.
+  // Divides the rows by their sums, multiplies them by 1 / (1 - dropout_p), and writes them. (Weights do not include
+  // this factor, because bfloat16 would round it.) A row that saw no key has the output 0, and the logsumexp -inf or
+  // its sink.
   static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
     const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };

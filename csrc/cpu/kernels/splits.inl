@@ -87,8 +87,8 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
 }
 
 // Writes the output of one row, row / sum, and then calls write_numbers() for the row. `rest` is what the row lost when
-// its weights were rounded. The residual includes `rest`. It is null if unwanted. Overwrites `row` and `rest`. A
-// residual needs `scratch`, which is as large as `row`.
+// its weights were rounded, or null. The residual includes `rest`. Overwrites `row` and `rest`. A residual needs
+// `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {

@@ -75,8 +75,8 @@ struct LanesOfStatistics {
         old_moment = moved ? (old_moment + exponent * sum) * correction : old_moment;
         old_ones = moved ? zero : old_ones;
       }
-      // A NaN sum comes from a NaN or +inf score. max_number() skips a NaN score, but the row's largest score must then
-      // be NaN.
+      // A sum is NaN if a score is NaN or +inf. If a score is NaN, the row's largest score must be NaN, too, but
+      // max_number() skips NaNs.
       if (any(new_rest[v] != new_rest[v]))
         for (int64_t j = 0; j < keys; ++j) {
           const Vec<T> score = load<T>(x + j * ld + v * W);
@@ -140,8 +140,8 @@ struct Stats {
       states = arena.take<RowState>(tiles);
       reference = arena.take<T>(kRowTile);
       inverse_sum = arena.take<T>(kRowTile);
-      // Pads each row by one cache line. Otherwise, if the length of a row were a power of two, a column would use only
-      // few sets of the cache.
+      // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
+      // were a power of two.
       ld_key = row_of<F>(p.head_dim) + W;
       key = arena.take<T>(p.keys_per_task * ld_key);
       x = arena.take<T>(kKeyTile * kRowTile);
@@ -308,8 +308,8 @@ struct FewStats {
   using Few = FewRows<Singles<T>>;
   static constexpr int W = kLanes<T>;
 
-  // The largest number of rows (measured) if a set in which a lane multiplies two numbers at once also supports the
-  // problem. See Decode.
+  // The largest number of rows that FewStats takes if a set in which a lane multiplies two numbers at once also
+  // supports the problem. It was measured. See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);

@@ -21,7 +21,7 @@
 
 namespace attn::ATTN_ISA {
 
-// F: the format in which the forward multiplied queries and keys. The scores are computed in F again, because weights
+// F: the format in which the forward multiplied queries and keys. The scores are recomputed in F, because the weights
 // exp(x - logsumexp) of scores with other roundings would not sum to 1. Everything else is computed in T.
 template <class T, class F = Singles<T>>
 struct Tangent {
@@ -110,8 +110,8 @@ struct Tangent {
       for (int64_t j = 0; j < keys; ++j) {
         const int64_t at = j * kRowTile + lane;
         const Vec<T> weight = load<T>(b.x + at);
-        // Selects 0 instead of multiplying by it, because a masked key may be NaN, and the sum must not become NaN from
-        // it.
+        // Where the weight is 0, selects 0 instead of multiplying, because a masked key may be NaN and would make the
+        // sum NaN.
         const Vec<T> product = weight == zero ? zero : weight * (load<T>(b.tx + at) - shift);
         const Vec<T> factor = p.has_dropout ? load<T>(b.factor + at) : one;
         shifted_sum += product;
@@ -178,8 +178,8 @@ struct Tangent {
       add_average(b.value, b.tx);
       if (p.t.value.data) add_average(b.tangent_value, b.x);
     };
-    // With ALiBi, which a score_mod may compute too, the keys nearest to the rows weigh most. These keys come first,
-    // because they give a better r.
+    // With ALiBi, which a score_mod may compute too, the keys nearest to the rows weigh most. These keys come first, so
+    // that r, the mean over the first tile, is close to the mean over all keys.
     const Range keys = own.keys_seen(p, rows.positions);
     const int64_t nearest = rows.positions.first + rows.sequence.offset;
     const int64_t first = (p.alibi_slopes || has_score_mod(p)) && keys.contains(nearest)

@@ -103,7 +103,7 @@ ATTN_INLINE V max_number(V x, V best) {
   return x > best ? x : best;
 }
 
-// Returns the largest number of a vector, which must not have a NaN.
+// Returns the largest number of a vector without NaNs.
 template <class V>
 ATTN_INLINE auto largest_of(V v) {
   auto largest = v[0];

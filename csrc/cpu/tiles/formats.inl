@@ -76,8 +76,8 @@ concept Format =
       F::exp2(weights);                            // 2^x in place of every x, as accurate as numbers of the format
     };
 
-// Returns how many slots `numbers` neighbours take, rounded up to whole steps of a product. A step has kStep slots for
-// each summand of a number.
+// Returns how many slots `numbers` neighbouring numbers take, rounded up to whole steps of a product. A step has kStep
+// slots for each summand of a number.
 template <class F>
 constexpr int64_t slots_of(int64_t numbers) {
   constexpr int64_t kStep = F::kNumbers * F::kStep;

@@ -225,7 +225,7 @@ struct Bfloat16s {
   }
 
  private:
-  // Returns x - part, or 0 if x is an infinity or a NaN, because only one part holds such a number.
+  // Returns x - part, or 0 if x is an infinity or a NaN, because `part` then holds all of x.
   static ATTN_INLINE Vec<float> without(Vec<float> x, Vec<float> part) {
     const Vec<float> rest = x - part;
     return rest - rest == Vec<float>{} ? rest : Vec<float>{};

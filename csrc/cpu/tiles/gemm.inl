@@ -43,7 +43,7 @@ struct Gemm {
     };
     int64_t k = 0;
     // Processors with 16 registers take as long to zero a register as to multiply, so there the first step does not add
-    // its products to zeros. Later processors zero a register at no cost.
+    // its products to zeros. Processors with 32 registers zero a register at no cost.
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());

@@ -68,8 +68,8 @@ inline Block key_block(const Problem& p, const Operand& x, int64_t n, int64_t h,
     block.next = row_at(behind < last ? behind : first);
     return block;
   }
-  // Copies a part of a page at a time. Prefetches the rows of the next tile, because processors cannot foresee where
-  // the next pages are.
+  // Copies the rows of one page after the other. Prefetches the rows of the next tile, because processors cannot
+  // foresee where the next pages are.
   for (int64_t i = 0; i < count;) {
     const int64_t in_page = smaller(p.paging.page_size - (first + i) % p.paging.page_size, count - i);
     const char* const from = row_at(first + i);
@@ -131,8 +131,8 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
 // accesses that jump from row to row.
 //
 // If the numbers left over do not fill the last vector, this vector begins earlier, and some numbers are copied twice.
-// (A part of a vector would be copied number by number.) If a row has less than a vector of numbers, this is not
-// possible.
+// (A part of a vector would be copied number by number.) In a row of less than a vector, the vector cannot begin
+// earlier.
 
 // Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
 template <class T>

@@ -93,8 +93,8 @@ struct PairTiles {
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each
-// diagonal, on which all pairs have the same distance. A lane without a row adds nothing, but may hold a NaN, because
-// its terms are 0.
+// diagonal, on which all pairs have the same distance. A sum over lanes leaves out the lanes without a row. Their terms
+// are 0, so they may hold a NaN.
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -576,9 +576,9 @@ class Evaluation {
     return found;
   }
 
-  // Compares the indices of W rows and W keys. Returns 1 or -1 if the index grows by this number from each key to the
-  // next key (or, unless rows own tables, from each row to the next row), and all of these indices lie inside the
-  // table. Otherwise returns 0.
+  // Compares the indices of W rows and W keys. The step is what the index grows by from key to key if rows own tables,
+  // else from row to row. Returns the step if it is 1 everywhere or -1 everywhere, and all of these indices lie inside
+  // the table. Otherwise returns 0.
   ATTN_INLINE int step_of(const Lookup& at, int64_t j, int64_t i) const {
     const bool of_distances = at.indices && at.indices->of_distances;
     if (!at.indices || !(of_distances || (at.indices->of_keys ? at.row : at.key) != 0)) return 0;
@@ -658,9 +658,9 @@ class Evaluation {
         }
       }
   }
-  // Each of W rows looks up W numbers in its table. Returns, for each row, the index at which a vector begins that
-  // holds these W numbers. Returns kScattered if some row has no such vector inside its table. `one`: all rows look up
-  // the W indices from `place` on. Otherwise row k looks up the W indices from `place` + k on.
+  // Each of W rows looks up W numbers in its table. Returns, for each row, an index of its table. The vector that
+  // begins there holds these W numbers. Returns kScattered if some row has no such vector inside its table. `one`: all
+  // rows look up the W indices from `place` on. Otherwise row k looks up the W indices from `place` + k on.
   static constexpr UInt<T> kScattered = ~UInt<T>{};
   static ATTN_INLINE Vec<UInt<T>> first_of(const Lookup& at, int64_t place, bool one) {
     const auto many = [&](const UInt<T>* x) { return one ? splat<UInt<T>>(x[place]) : load<UInt<T>>(x + place); };
@@ -755,12 +755,12 @@ class TablesAhead {
  private:
   static constexpr int kMost = 4, kAtOnce = 12;
   static constexpr int64_t kLine = 64 / sizeof(T);
-  // A table of which each owner, a row or a key of the tile, has a part. If the owners are rows, the other side is the
-  // keys, and the reverse.
+  // A table that has a part for each owner. Either the rows of the tile are the owners, and its keys are the other
+  // side, or the reverse.
   struct Place {
     const T* table;
     int64_t step, owners;              // the distance between parts; the number of owners
-    const int32_t* index;              // of the pair of the first owner and the first of the other side
+    const int32_t* index;              // of the first owner's first pair
     int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
   };
 
@@ -787,7 +787,7 @@ class TablesAhead {
     to.of_owner = owned_by_rows ? of_row : of_key;
     to.of_other = owned_by_rows ? of_key : of_row;
     to.last = (owned_by_rows ? keys_ : rows_) - 1;
-    // If opposite corners of the tile have the same index, probably the whole tile has this index.
+    // If two opposite corners of the tile have the same index, probably all pairs of the tile have it.
     if (to.index[to.of_other * to.last] == to.index[to.of_owner * (to.owners - 1)]) to.last = 0;
   }
   ATTN_INLINE void ask(const Place& of, int64_t owner) const {
@@ -805,8 +805,8 @@ class TablesAhead {
   int64_t next_ = 0;
 };
 
-// The room for all lists of a problem, in numbers. It includes more than the lists need, because add_diagonals() reads
-// up to a vector past a tile's end.
+// The room for all lists of a problem, in numbers. The room is larger than the lists need, because add_diagonals()
+// reads up to a vector past a tile's end.
 template <class T>
 int64_t room_of_program(const Problem& p) {
   if (!p.program) return 0;

@@ -46,7 +46,7 @@ struct RowTile {
     }
   }
 
-  // Calls f(block, lane, rows) for every run of rows that are at equal distances in x. These are the rows of one head
+  // Calls f(block, lane, rows) for every run of rows that lie equally far apart in x. These are the rows of one head
   // or, if each head has one query, the rows of neighbouring heads. A block begins at column `first_col`.
   template <class F>
   ATTN_INLINE void each_run(const Problem& p, const Operand& x, int64_t first_col, F f) const {
@@ -59,7 +59,7 @@ struct RowTile {
         [&](int64_t h, int64_t l, int64_t lane, int64_t rows) { f(block_of(p, x, n, h, l, first_col), lane, rows); });
   }
 
-  // Returns the number of a lane's row. The row's statistics are stored at this number.
+  // Returns the number of a lane's row, which is the index of the row's statistics.
   int64_t number(const Problem& p, int64_t lane) const { return row_number(p, n, head[lane], position[lane]); }
 
   // Returns the number of rows, rounded up to whole vectors.
@@ -102,7 +102,7 @@ struct RowTile {
   }
 
   // Does what unpack_transposed() does. Also writes the rounding error to `residual`, unless residual.data is null. If
-  // the tile `rest` is not null, adds it to this error. Overwrites `tile`. `scratch` has room for kKeyTile * kRowTile
+  // `rest` is not null, adds this tile to the error. Overwrites `tile`. `scratch` has room for kKeyTile * kRowTile
   // numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
@@ -188,7 +188,7 @@ struct RowTask {
   RowTask(int64_t n, int64_t first_head, Range rows, Range keys)
       : n(n), first_head(first_head), rows(rows), keys(keys) {}
 
-  // Returns the keys of the task's split that rows at these positions see. The range begins where a tile of keys
+  // Returns the keys that rows at these positions see in the task's split. The range begins where a tile of keys
   // begins.
   Range keys_seen(const Problem& p, Range positions) const {
     return in_tiles(common(visible_keys(sequence_of(p, n), positions), keys), kKeyTile);

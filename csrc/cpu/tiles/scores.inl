@@ -9,7 +9,7 @@ namespace attn::ATTN_ISA {
 
 // The factor that turns the difference of two numbers of a tile into an exponent of 2. The numbers are scores or
 // products. For numbers x and y of a row, exp(score_x - score_y) = 2^((x - y) * log2_slope). The difference is computed
-// first, because it is exact where it is small, and 0 for the largest score.
+// before it is multiplied, because it is exact if x and y are close, and 0 if they are equal.
 template <class T>
 ATTN_INLINE T log2_slope(const Problem& p) {
   return static_cast<T>(kLog2E * (leaves_products<T>(p) ? p.scale : 1));
@@ -50,8 +50,8 @@ ATTN_INLINE void each_vector(T* x, int64_t keys, int64_t lanes, F f) {
     }
 }
 
-// The room of a ScoreTile. It holds a mask in numbers, or the pair terms of a program, then the tangents of these
-// terms, then the data of the program's lists.
+// The room of a ScoreTile. First comes a mask in numbers, or the pair terms of a program and their tangents. The data
+// of the program's lists follows.
 ATTN_INLINE int64_t room_of_pairs(const Problem& p) { return p.program && p.mask.data ? 2 * kKeyTile * kRowTile : 0; }
 template <class T>
 int64_t room_of_tile(const Problem& p) {
@@ -238,7 +238,7 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
   each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
 }
 
-// Turns the products of a tile into scores, unless leaves_products(). Writes -inf for hidden keys in both cases.
+// Turns the products of a tile into scores, unless leaves_products(). Always writes -inf for hidden keys.
 template <class T>
 void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
