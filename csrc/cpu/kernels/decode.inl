@@ -90,14 +90,14 @@ struct Decode {
   template <int R, int N, bool kPrefetch, class Values>
   static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
-    constexpr int kChains = R * N <= 2 && !Few::kPairs ? 4 : 1;  // several sums, because each addition waits for the one before
+    // Several sums, because each addition waits for the one before. (Pairs are added in 8 vectors of one row.)
+    constexpr int kChains = R * N <= 2 && !Few::kPairs ? 4 : 1;
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](const Vec<T>(&v)[N], const T* weights, int chain) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; ++n)
-          sum[chain][r][n] = F::multiply_add(sum[chain][r][n], weights + r * kKeyTile, v[n]);
+        for (int n = 0; n < N; ++n) sum[chain][r][n] = F::multiply_add(sum[chain][r][n], weights + r * kKeyTile, v[n]);
     };
     for (int64_t first = 0; first < keys; first += kPiece) {
       const auto piece = rows.piece(first / kPiece);

@@ -85,18 +85,19 @@ ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
 #endif
 }
 
-// Returns the vector whose lane j is the sum of the elements of row j. The rows are contiguous, and there are kLanes
-// rows. As in a transposition, a step takes the even and the odd units of two vectors, but adds them. So kRows rows
-// become one vector, which has kLanes / kRows partial sums of each row.
-template <class T, int kRows = kLanes<T>>
-ATTN_INLINE Vec<T> sums_of_rows(const T* rows) {
-  if constexpr (kRows == 1) {
-    return load<T>(rows);
+// Returns the vector whose lane j is the sum of the elements of row j, for kLanes rows. As in a transposition, a step
+// takes the even and the odd units of two vectors, but adds them. So kRows rows become one vector, which has
+// kLanes / kRows partial sums of each row. row(i) returns row i, or the vector that kDone rows from i * kDone on became.
+template <class T, int kRows = kLanes<T>, int kDone = 1, class Row>
+ATTN_INLINE Vec<T> sums_of_rows(Row row) {
+  if constexpr (kRows == kDone) {
+    return row(0);
   } else {
     constexpr int N = kLanes<T>, kIn128 = 16 / sizeof(T);
     using Units =
         EveryOther<T, kRows <= kIn128 ? 1 : kIn128, kRows <= kIn128 ? kIn128 : N, std::make_integer_sequence<int, N>>;
-    const Vec<T> a = sums_of_rows<T, kRows / 2>(rows), b = sums_of_rows<T, kRows / 2>(rows + kRows / 2 * N);
+    const Vec<T> a = sums_of_rows<T, kRows / 2, kDone>(row);
+    const Vec<T> b = sums_of_rows<T, kRows / 2, kDone>([&](int i) { return row(i + kRows / 2 / kDone); });
     return Units::template of<0>(a, b) + Units::template of<1>(a, b);
   }
 }

@@ -147,11 +147,15 @@ struct FewRows {
   }
 
   // Calls f(std::integral_constant<int, V>), where V is the number of vectors of a row if it is 2, 3 or 4 and the row
-  // needs no conversion, else 0. (In a short row, a loop over the vectors would take as long as their arithmetic.)
+  // needs no conversion, else 0. (In a short row, a loop over the vectors would take as long as their arithmetic.) Rows
+  // of words are short up to 8 vectors, and also if they need a conversion.
   template <class S, class Function>
   static ATTN_INLINE void with_vectors(int64_t cols, Function f) {
     const int64_t vectors = (cols + W - 1) / W;
-    if constexpr (std::is_same_v<S, T>) {
+    if constexpr (kPairs) {
+      if (vectors == 4) return f(std::integral_constant<int, 4>());
+      if (vectors == 8) return f(std::integral_constant<int, 8>());
+    } else if constexpr (std::is_same_v<S, T>) {
       if (vectors == 2) return f(std::integral_constant<int, 2>());
       if (vectors == 3) return f(std::integral_constant<int, 3>());
       if (vectors == 4) return f(std::integral_constant<int, 4>());
@@ -160,9 +164,7 @@ struct FewRows {
   }
 
   // Whether rows are read without packing.
-  static bool in_place(const Operand& x, int64_t cols) {
-    return x.col == 1 && (cols % W == 0 || x.row >= W);
-  }
+  static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
 
   // Whether load_two() de-interleaves a row, so that even columns come first, then odd columns. apart() puts queries
   // and packed rows in this order. together() puts the output back in the order of columns, also from the order of
@@ -223,56 +225,59 @@ struct FewRows {
   }
 
  private:
-  // Multiplies R queries with kKeys keys. Writes a vector to sums + (r * W + i) * W for query r and key i. The elements
-  // of the vector add up to <q_r, k_(first + i)>. Each vector of a query is loaded once for all kKeys keys. V: the
-  // number of vectors of a row, or 0 for any number.
+  // Multiplies R queries with the kKeys keys from `first` on, or with the last key in place of keys behind it. Writes a
+  // vector of partial sums, which sums_of_rows() makes of the keys' products, to sums + r * W * W for query r. Each
+  // vector of a query is loaded once for all kKeys keys. V: the number of vectors of a row, or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
-  static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t cols, const T* query, int64_t ld_query,
-                                   T* sums) {
+  static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t last, int64_t cols, const T* query,
+                                   int64_t ld_query, T* sums) {
     const S* key[kKeys];
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys; ++i) {
-      key[i] = rows.row(first + i);
-      if constexpr (kPrefetch) rows.prefetch(first + i, 0, V == 0 ? cols : V * W);
+      const int64_t j = smaller(first + i, last);
+      key[i] = rows.row(j);
+      if constexpr (kPrefetch) rows.prefetch(j, 0, V == 0 ? cols : V * W);
     }
     Vec<T> sum[kKeys][R] = {};
     if constexpr (kPairs) {
-      multiply_pairs<R, kKeys>(key, cols, query, ld_query, sum);
+      multiply_pairs<R, kKeys, V>(key, cols, query, ld_query, sum);
     } else {
       multiply_singles<R, kKeys, V>(key, cols, query, ld_query, sum);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) store<T>(sums + (r * W + i) * W, sum[i][r]);
-  }
-  template <int R, int kKeys, class S>
-  static ATTN_INLINE void multiply_pairs(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
-                                         Vec<T> (&sum)[kKeys][R]) {
-    const auto add = [&](int64_t d, auto load_key) {
-      Vec<T> k[kKeys];
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) k[i] = load_key(i);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const Vec<T> q = load<T>(query + r * ld_query + d / 2);
-#pragma GCC unroll 4
-        for (int i = 0; i < kKeys; ++i) sum[i][r] = F::multiply_add(sum[i][r], q, k[i]);
-      }
-    };
-    int64_t d = 0;
-    for (; d + 4 * W <= cols; d += 4 * W) {
-      Vec<T> k[kKeys][2];
-#pragma GCC unroll 4
-      for (int i = 0; i < kKeys; ++i) F::load_words(key[i] + d, k[i]);
-      add(d, [&](int i) { return k[i][0]; });
-      add(d + 2 * W, [&](int i) { return k[i][1]; });
-    }
-    if (d < cols) add(d, [&](int i) { return F::load_words(key[i] + d); });
+    for (int r = 0; r < R; ++r) store<T>(sums + r * W * W, sums_of_rows<T, kKeys>([&](int i) { return sum[i][r]; }));
   }
   template <int R, int kKeys, int V, class S>
-  static ATTN_INLINE void multiply_singles(const S* const (&key)[kKeys], int64_t cols, const T* query,
-                                           int64_t ld_query, Vec<T> (&sum)[kKeys][R]) {
+  static ATTN_INLINE void multiply_pairs(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
+                                         Vec<T> (&sum)[kKeys][R]) {
+    // Key by key, because converting numbers of 8 bits needs many registers.
+    const auto add = [&](int64_t d, int i, Vec<T> k) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[i][r] = F::multiply_add(sum[i][r], load<T>(query + r * ld_query + d / 2), k);
+    };
+    const auto add_two = [&](int64_t d) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) {
+        Vec<T> k[2];
+        F::load_words(key[i] + d, k);
+        add(d, i, k[0]);
+        add(d + 2 * W, i, k[1]);
+      }
+    };
+    if constexpr (V > 0) {
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v += 4) add_two(v * W);
+      return;
+    }
+    int64_t d = 0;
+    for (; d + 4 * W <= cols; d += 4 * W) add_two(d);
+    if (d < cols)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; ++i) add(d, i, F::load_words(key[i] + d));
+  }
+  template <int R, int kKeys, int V, class S>
+  static ATTN_INLINE void multiply_singles(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
+                                           Vec<T> (&sum)[kKeys][R]) {
     const auto add = [&](int64_t d, const Vec<T>(&k)[kKeys]) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -317,13 +322,14 @@ struct FewRows {
   template <int R, int V, bool kPrefetch, class S>
   static void dot(const Piece<S>& rows, int64_t first, int64_t keys, int64_t cols, const T* query, int64_t ld_query,
                   T* sums, ScoreFunction<T> score, T* x, int64_t ld) {
-    int64_t j = 0;
-    constexpr int kTogether = V > 0 ? 2 : R == 1 ? 1 : R < 4 || kRegisters < 32 ? 2 : 4;
-    for (; j + kTogether <= keys; j += kTogether)
-      multiply<R, kTogether, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
-    for (; j < keys; ++j) multiply<R, 1, V, kPrefetch>(rows, first + j, cols, query, ld_query, sums + j * W);
-    for (int r = 0; r < R; ++r)  // lanes past the last key are ignored
-      store<T>(x + r * ld, score(sums_of_rows<T>(sums + r * W * W)));
+    constexpr int kTogether = smaller(W, V > 0 && !kPairs ? 2 : R == 1 ? 1 : R < 4 || kRegisters < 32 ? 2 : 4);
+    for (int64_t j = 0; j < keys; j += kTogether)
+      multiply<R, kTogether, V, kPrefetch>(rows, first + j, first + keys - 1, cols, query, ld_query,
+                                           sums + j / kTogether * W);
+    for (int r = 0; r < R; ++r) {  // lanes past the last key are ignored
+      const T* const of_row = sums + r * W * W;
+      store<T>(x + r * ld, score(sums_of_rows<T, W, kTogether>([&](int i) { return load<T>(of_row + i * W); })));
+    }
   }
 
   // Reads the rows' masks at the keys [first, first + keys). Returns the number of keys up to the last key that some

@@ -118,7 +118,7 @@ void add_lanes(const Values<T>& x, int64_t count, int64_t rows, T* sums, int64_t
       if (whole < rows) sum += has_row ? load<T>(from + whole) : Vec<T>{};
       store<T>(of_keys + k * W, sum);
     }
-    store<T>(of_keys, sums_of_rows<T>(of_keys));
+    store<T>(of_keys, sums_of_rows<T>([&](int i) { return load<T>(of_keys + i * kLanes<T>); }));
     for (int64_t k = 0; k < keys; ++k) sums[(first + k) * step] += of_keys[k];
   }
 }

@@ -25,7 +25,7 @@ ATTN_INLINE T sink_of(const Problem& p, int64_t head) {
 // a finite sink would overflow, clamps it, because its weight is 1 or 0 anyway.
 template <class T>
 ATTN_INLINE Vec<T> as_in_tiles(const Problem& p, Vec<T> sinks) {
-  constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(1e38) : static_cast<T>(1e307);
+  constexpr T kMost = sizeof(T) == 4 ? static_cast<T>(__FLT_MAX__) : static_cast<T>(__DBL_MAX__);
   const Vec<T> found = sinks / (leaves_products<T>(p) ? static_cast<T>(p.scale) : 1);
   const Vec<T> within = found > kMost ? splat<T>(kMost) : found < -kMost ? splat<T>(-kMost) : found;
   return absolute<T>(sinks) < kInfinity<T> ? within : sinks;

@@ -20,9 +20,10 @@ constexpr Words128 words_of(Function f) {
   }
   return found;
 }
-// The words of the 128 numbers of a type that have no sign.
+// The words of the 128 numbers of a type that have no sign. Int8 lacks 128, but has -128: its magnitude stands in the
+// place of 0.
 template <class S>
-inline constexpr Words128 kWordsOf = words_of([](int i) { return i; });
+inline constexpr Words128 kWordsOf = words_of([](int i) { return i == 0 ? 128 : i; });
 template <>
 inline constexpr Words128 kWordsOf<Float8> = words_of([](int i) {  // divided by kFloat8, as load_as() divides them
   if (i == 127) return __builtin_nanf("");
@@ -62,15 +63,15 @@ struct WordPairs : Pairs {
   static ATTN_INLINE void words_of_bytes(__m512i bytes, Vec<float> (&words)[2]) {
     // Puts units of 8 bytes in an order in which unpack gives words in the order of memory.
     bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
-    const __m512i magnitude = std::is_same_v<S, Int8> ? _mm512_abs_epi8(bytes) : bytes, sign = _mm512_set1_epi8(-128);
+    constexpr bool kInt8 = std::is_same_v<S, Int8>;
+    const __m512i magnitude = kInt8 ? _mm512_abs_epi8(bytes) : bytes;
+    const __mmask64 filled = kInt8 ? _mm512_test_epi8_mask(bytes, bytes) : ~__mmask64();
     const auto found = [&](const uint8_t* table) {  // looks up 7 bits of each byte
-      return _mm512_permutex2var_epi8(_mm512_load_si512(table), magnitude, _mm512_load_si512(table + 64));
+      return _mm512_maskz_permutex2var_epi8(filled, _mm512_load_si512(table), magnitude, _mm512_load_si512(table + 64));
     };
     constexpr int kOrAnd = 0xf8;  // a | (b & c)
-    const __m512i low = found(kWordsOf<S>.low);
-    __m512i high = _mm512_ternarylogic_epi64(found(kWordsOf<S>.high), bytes, sign, kOrAnd);
-    if constexpr (std::is_same_v<S, Int8>)  // -128 has no magnitude in the table: its word is 0xc300
-      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(bytes, sign), _mm512_set1_epi8(0xc3 - 256));
+    const __m512i low = found(kWordsOf<S>.low),
+                  high = _mm512_ternarylogic_epi64(found(kWordsOf<S>.high), bytes, _mm512_set1_epi8(-128), kOrAnd);
     words[0] = bit_cast<Vec<float>>(_mm512_unpacklo_epi8(low, high));
     words[1] = bit_cast<Vec<float>>(_mm512_unpackhi_epi8(low, high));
   }
