@@ -87,7 +87,8 @@ ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
 
 // Returns the vector whose lane j is the sum of the elements of row j, for kLanes rows. As in a transposition, a step
 // takes the even and the odd units of two vectors, but adds them. So kRows rows become one vector, which has
-// kLanes / kRows partial sums of each row. row(i) returns row i, or the vector that kDone rows from i * kDone on became.
+// kLanes / kRows partial sums of each row. row(i) returns row i, or the vector that the kDone rows from row i * kDone
+// on became.
 template <class T, int kRows = kLanes<T>, int kDone = 1, class Row>
 ATTN_INLINE Vec<T> sums_of_rows(Row row) {
   if constexpr (kRows == kDone) {

@@ -1,5 +1,5 @@
-// Pairs that are read from rows of bfloat16 or of 8 bits in whole vectors, for few queries (few_rows.inl, decode.inl). A
-// vector then holds 32 words, which are bfloat16, in the order of memory.
+// The format of pairs for few queries (few_rows.inl, decode.inl). It reads rows of bfloat16 or of 8 bits in whole
+// vectors. A vector holds 32 words, which are bfloat16, in the order of memory.
 #pragma once
 
 #include "cpu/tiles/formats_bf16.inl"
