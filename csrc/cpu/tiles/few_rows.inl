@@ -225,9 +225,12 @@ struct FewRows {
   }
 
  private:
-  // Multiplies R queries with the kKeys keys from `first` on, or with the last key in place of keys behind it. Writes a
-  // vector of partial sums, which sums_of_rows() makes of the keys' products, to sums + r * W * W for query r. Each
-  // vector of a query is loaded once for all kKeys keys. V: the number of vectors of a row, or 0 for any number.
+  // How many vectors of products multiply() adds in registers. Compilers keep sums in registers only if V is known.
+  template <int kKeys, int V>
+  static constexpr int kAdded = V > 0 ? kKeys : 1;
+  // Multiplies R queries with the kKeys keys from `first` on, or with the last key in place of keys behind it. Writes
+  // the vectors that sums_of_rows() makes of kAdded products to sums + r * W * W and behind, for query r. Each vector
+  // of a query is loaded once for all kKeys keys. V: the number of vectors of a row, or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t last, int64_t cols, const T* query,
                                    int64_t ld_query, T* sums) {
@@ -245,7 +248,11 @@ struct FewRows {
       multiply_singles<R, kKeys, V>(key, cols, query, ld_query, sum);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) store<T>(sums + r * W * W, sums_of_rows<T, kKeys>([&](int i) { return sum[i][r]; }));
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; i += kAdded<kKeys, V>)
+        store<T>(sums + (r * W + i / kAdded<kKeys, V>)*W,
+                 sums_of_rows<T, kAdded<kKeys, V>>([&](int j) { return sum[i + j][r]; }));
   }
   template <int R, int kKeys, int V, class S>
   static ATTN_INLINE void multiply_pairs(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
@@ -325,10 +332,11 @@ struct FewRows {
     constexpr int kTogether = smaller(W, V > 0 && !kPairs ? 2 : R == 1 ? 1 : R < 4 || kRegisters < 32 ? 2 : 4);
     for (int64_t j = 0; j < keys; j += kTogether)
       multiply<R, kTogether, V, kPrefetch>(rows, first + j, first + keys - 1, cols, query, ld_query,
-                                           sums + j / kTogether * W);
+                                           sums + j / kAdded<kTogether, V> * W);
     for (int r = 0; r < R; ++r) {  // lanes past the last key are ignored
       const T* const of_row = sums + r * W * W;
-      store<T>(x + r * ld, score(sums_of_rows<T, W, kTogether>([&](int i) { return load<T>(of_row + i * W); })));
+      store<T>(x + r * ld,
+               score(sums_of_rows<T, W, kAdded<kTogether, V>>([&](int i) { return load<T>(of_row + i * W); })));
     }
   }
 
