@@ -5,9 +5,9 @@ An operator sees the plain tensor inside of a subclass. If the subclass has its 
 most subclasses, but not for these two:
 
 - :class:`torch.nn.attention.bias.CausalBias`, which ``causal_upper_left`` and
-  ``causal_lower_right`` return. The memory of a CausalBias is uninitialised, because its attributes
-  describe the mask. Its ``__torch_function__`` knows only the built-in attention; this module adds
-  the operators;
+  ``causal_lower_right`` return. The attributes of a CausalBias describe the mask, so its memory
+  stays uninitialised. Its ``__torch_function__`` handles only the built-in attention. This module
+  makes ``__torch_function__`` handle the operators of torch_attn, too;
 - ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``. A NestedTensor stores its
   sequences one after another, like packed sequences. It knows only the built-in attention (on a CPU
   without causality and options); this module adds the operators.
