@@ -126,9 +126,10 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     TangentStatistics row[kSimtTile];
   };
   // The progress of a block that sums over rows. In each of `turns` turns the block passes over the rows from first_row
-  // to last_row - 1. It is in turn `turn`, at the tile that begins with `row`. For dK and dV there is one turn for each
-  // group of heads that reads the keys. For dM there is one turn for each batch entry and head that share this part of
-  // the mask. Shared memory holds this struct, because no registers are left.
+  // to last_row - 1. `turn` is the index of the block's current turn, and `row` is the first row of its current tile.
+  // For dK and dV there is one turn for each group of heads that reads the keys. For dM there is one turn for each
+  // batch entry and head that share this part of the mask. Shared memory holds this struct, because no registers are
+  // left.
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
@@ -227,9 +228,12 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       slope = attended >> bit & 1 ? product : 0;
     });
   }
-  // Sets x to t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)). A prefix t and t() mean the
-  // derivative along the direction, c is t(logsumexp), and tu is cap'' tz. With kBehindCap, u is 1 and tu is 0. Calls
-  // on_ds() when dZ is in shared memory.
+  // Sets x to t(dZ), where t() and a prefix t mean the derivative along the direction p.t:
+  //
+  //   t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta))
+  //
+  // Here c is t(logsumexp), and tu is cap'' tz. With kBehindCap, u is 1 and tu is 0. Calls on_ds() when dZ is in shared
+  // memory.
   template <class F>
   __device__ __forceinline__ void compute_second_ds(Scores& x, int64_t key, F on_ds) {
     __syncthreads();  // the rows are there, and the last weights have been read
