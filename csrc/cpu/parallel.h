@@ -15,7 +15,8 @@ namespace attn {
 // `flops` is roughly the work of all tasks.
 //
 // Take::neighbours: a thread takes several consecutive tasks at once, because their memory is adjacent. Take::one: a
-// thread takes only the first task that is left, so a task may wait for an earlier task.
+// thread takes only the first task that is left. A task is then allowed to wait for an earlier task, because all
+// earlier tasks have begun.
 enum class Take { neighbours, one };
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f, Take take = Take::neighbours);

@@ -213,8 +213,8 @@ struct AttentionNode : torch::autograd::Node {
   }
 };
 
-// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T and `outputs`, which
-// says which results are wanted.
+// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T, and then `outputs`.
+// `outputs` says which results are wanted.
 template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;

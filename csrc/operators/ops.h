@@ -1,5 +1,5 @@
-// The operators as C++ calls them, their results, and their arguments beside a call. schema.cpp has their schemas and
-// says what they compute.
+// The operators as C++ types (operator.h), the structs of their results, and the structs of their arguments other than
+// Call. schema.cpp has the schemas of the operators and says what they compute.
 #pragma once
 
 #include "attn/sdpa.h"

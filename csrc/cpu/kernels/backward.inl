@@ -571,7 +571,8 @@ struct Backward {
 
   // The gradients of whole rows. A sink has the weight w = exp(sink - logsumexp) and the gradient -w (delta - g). A
   // number added to all scores of a row has the gradient sum_j dS_ij, which is g minus the gradient of the sink.
-  // kSecond gives the derivatives of both gradients, with t(w) = w (t(sink) - c).
+  // If kSecond, computes the derivatives of these two gradients along t. They contain t(w) = w (t(sink) - c), with
+  // c = t(logsumexp).
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];

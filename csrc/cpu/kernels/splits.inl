@@ -77,8 +77,8 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
-// Writes the residual of a row, row - rounded + rest, after the rounded output is stored. `rest` may be null.
-// Overwrites `row`. `scratch` is as large as `row`.
+// Writes the residual of one row of the output, after the rounded row is stored. The residual is `row` minus the stored
+// row, plus `rest` unless `rest` is null. Overwrites `row`. `scratch` is as large as `row`.
 template <class T>
 void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest, const Results<T>& to, T* scratch) {
   pack_rows<T>(scratch, p.value_dim, block_of(p, to.output, at.n, at.head, at.position), 1, p.value_dim);

@@ -165,7 +165,7 @@ struct ScoreTile {
     return effect;
   }
 
-  // Copies the bits of a mask_mod. This tile may have only some of the rows of a tile of `m`.
+  // Copies the bits of a mask_mod. A tile of `m` has kRowTile rows, and this tile may have only some of them.
   bool copy_bits(const Problem& p, const PairMask& m) {
     const int64_t entry = m.entries == 1 ? 0 : p.first_entry + rows->n, head = m.heads == 1 ? 0 : rows->head[0];
     const int64_t row_tile = (entry * m.heads + head) * m.row_tiles + rows->position[0] / kRowTile;
