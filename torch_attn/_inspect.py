@@ -161,9 +161,9 @@ class _Where:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                # `enter` runs before the module's own hooks, because PyTorch calls `leave` even if
-                # these hooks raise. `receive` runs after the module's own hooks, because they may
-                # change the arguments.
+                # PyTorch calls `leave` even if one of the module's own hooks raises. `enter` must
+                # have run by then, so `enter` runs before these hooks. `receive` runs after the
+                # module's own hooks, because they may change the arguments.
                 hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))

@@ -146,7 +146,8 @@ class Entries {
   }
 
  private:
-  // For a short sequence, the kernels take hardly longer than reading its parameters from memory.
+  // Prefetches the parameters of an entry. If the entry is a short sequence, computing it takes little longer than
+  // reading its parameters from memory.
   static void prefetch(const Params& p) {
     for (size_t at = 0; at < sizeof(Params); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(&p) + at);
   }

@@ -102,8 +102,8 @@ class Kept {
     for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
   }
   // `node`: pointer_to() of the node that keeps the tensors. An absent tensor stays absent. If the caller has changed a
-  // tensor in place since the forward, torch throws. This function adds to the error the name of the argument, which
-  // torch does not know, and a way out.
+  // tensor in place since the forward, torch throws. This function adds the name of the argument to torch's error,
+  // because torch does not know this name. It also adds how the caller can avoid the error.
   void unpack(T& argument, const decltype(pointer_to(nullptr))& node) const {
     const auto unpack = [&](size_t i, auto& field) {
       try {

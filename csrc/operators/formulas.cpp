@@ -122,7 +122,7 @@ void check_third_derivative(const Call& call) {
               "and second derivatives");
 }
 
-// `mask` is the mask of the call, or the part of a direction that belongs to the mask. Returns it in a shape that
+// `mask` is the mask of the call, or the tangent of the mask (Direction::attn_mask). Returns `mask` in a shape that
 // broadcasts to the scores. With packed sequences the result has one column for each key of the call.
 std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
   if (!mask || !call.is_packed()) return mask;

@@ -105,7 +105,8 @@ auto attend_by_forward(const Call& call, const std::optional<at::Tensor>& rng_st
   return results_for<Op>(saved.output, rows);
 }
 
-// Returns the output. Calls sdpa if sdpa can take the call, because exported programs show which operator was called.
+// Returns the output. Calls sdpa if sdpa can take the call, so that an exported program contains sdpa and not the more
+// general attention.
 inline at::Tensor attend(const Call& call) {
   return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(call).output;
 }

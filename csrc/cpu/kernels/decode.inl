@@ -90,8 +90,9 @@ struct Decode {
   template <int R, int N, bool kPrefetch, class Values>
   static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
-    // If there are few sums, kChains copies of them take keys in turn, because an addition to a sum waits for the
-    // addition before it. (With pairs, a row usually has 4 or 8 vectors, and so enough sums.)
+    // An addition to a sum waits for the previous addition to the same sum. If there are few sums, this function keeps
+    // kChains copies of each sum and adds keys to the copies in turn, so that fewer additions wait. (With pairs, a row
+    // usually has 4 or 8 vectors, and so enough sums.)
     constexpr int kChains = R * N <= 2 && !Few::kPairs ? 4 : 1;
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](const Vec<T>(&v)[N], const T* weights, int chain) {

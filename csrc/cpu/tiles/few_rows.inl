@@ -190,8 +190,8 @@ struct FewRows {
     }
   }
 
-  // Calls f(WholeVectors) with the rows of a block, which are read in place if `in_place`, else packed. load_two()
-  // reads the first `paired` columns of a row.
+  // Calls f(WholeVectors) with the rows of a block. f reads the rows in place if `in_place`, else from packed copies in
+  // `tile`. f reads the first `paired` columns of a row by load_two().
   template <class Function>
   static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
                                     int64_t ld, bool in_place, Function f) {

@@ -362,7 +362,8 @@ struct ForwardMma {
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const float best = total == 0 ? 0 : shared.maximum[i];
         const float maximum = __fmul_rn(best, scale());
-        // The rounding error of the maximum, minus the logarithm of the factor that all weights share (see exponent()).
+        // `maximum_low` is the rounding error of `maximum`, minus the logarithm of the factor that the rounding in
+        // exponent() gives to all weights and so to `total`. If `best` is large, the weights lack this factor.
         float maximum_low = fmaf(best, scale(), -maximum);
         if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);

@@ -99,8 +99,8 @@ struct ScoresMma {
   // How a mask is added. `boolean` is for boolean masks. `to_finite` needs products that are all finite. `to_any` takes
   // any products, but takes longer.
   enum class Add { boolean, to_finite, to_any };
-  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite. It is called only if the mask
-  // is not boolean. Number: see with_mask_number().
+  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite. This function calls finite()
+  // only if the mask is not boolean. Number: see with_mask_number().
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)

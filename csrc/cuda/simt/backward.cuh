@@ -33,8 +33,9 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. So if a
-// row attends to one key only, whose value is O, dP - delta is exactly 0, or exactly the gradient of the logsumexp.
+// Computes delta of 64 rows and writes it by write_delta(). Adds up <G, O + residual> in the same order as the kernels
+// of the gradients add up dP = <G, V>. If a row attends to one key only, O + residual equals V of this key (without
+// dropout). So dP - delta is then exactly 0, or exactly the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -284,9 +285,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds the contribution of the tile of rows and the keys from `key` on. dS is multiplied by keys or queries, in which
-  // NaNs and infinities count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the
-  // key.
+  // Adds to `sum` the contribution of the tile of rows and the keys from `key` on. To compute dQ or dK, multiplies dS
+  // by keys or queries, and reads a NaN or infinity of a key or query as 0. So a NaN reaches dQ and dK only through dS,
+  // and only where a row attends to the key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {
