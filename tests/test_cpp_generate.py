@@ -13,6 +13,9 @@ from _cmake import build_example, run, succeed
 
 pytestmark = pytest.mark.slow  # trains a model and compiles a program
 
+# The cache's: keys and values of 2 layers, 32 texts of 192 tokens, 4 heads.
+ROWS = 2 * 2 * 32 * 192 * 4
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,8 +36,18 @@ def test_text_is_that_of_python(program: Path, model: Path) -> None:
     written, _, rates = succeed(program, model).partition("\n\nprefill: ")
     assert written == expected
     assert "the text equals Python's" in rates
+    assert f"\ncache: float, {ROWS * 4 * 32} bytes\n" in rates
     check_many(rates)
     assert all(float(rate) > 0 for rate in re.findall(r" (\d+) a second", rates))
+
+
+def test_int8_writes_what_float_writes(program: Path, model: Path) -> None:
+    """A scale that is 10% off changes the text after 20 characters. A text may differ later on."""
+    written, _, rates = run(program, model, "--cache", "int8").stdout.partition("\n\nprefill: ")
+    expected = torch.load(model)["text"]
+    agreeing = sum(map(str.__eq__, written, expected))
+    assert agreeing > len(expected) / 2, written
+    assert f"\ncache: int8, {ROWS * (32 + 4)} bytes\n" in rates  # 32 numbers and their scale
 
 
 def check_many(rates: str) -> None:
@@ -74,6 +87,8 @@ def test_own_prompt_fills_the_context(program: Path, model: Path) -> None:
         (["MODEL", "Привет"], "does not know the character 'П'"),
         (["MODEL", ""], "the prompt is empty"),
         (["MODEL", "a" * 193], "at most 192 characters, not 193"),
+        (["MODEL", "--cache", "int4"], "--cache is 'int4': it must be float or int8"),
+        (["MODEL", "--cache"], "--cache is '': it must be float or int8"),
         ([], "usage: "),
     ],
 )

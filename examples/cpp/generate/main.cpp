@@ -1,6 +1,7 @@
 // A small GPT that goes on with texts, character by character, from a cache of keys and values in pages: the model of
 // examples/demo/gpt.py, whose weights Python has trained. First with one prompt, whose text is checked against Python's
-// if the prompt is not your own; then with many at once, and with the same one by one. Commands: ../README.md.
+// if the prompt is not your own; then with many at once, and with the same one by one. The cache is in float32, or in 8
+// bits with scales. Commands: ../README.md.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <attn/varlen.h>
@@ -12,7 +13,9 @@
 #include <exception>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,18 +37,41 @@ struct Sequence {
   std::vector<int64_t> pages = {};  // on these pages
 };
 
+// The keys of a layer in pages, or its values.
+struct Pool {
+  at::Tensor numbers;                // [pages, page_size, H, D]
+  std::optional<at::Tensor> scales;  // [pages, page_size, H], with int8: a key is about its numbers times its scale
+
+  Pool(at::IntArrayRef shape, at::ScalarType dtype) : numbers(at::empty(shape, dtype)) {
+    if (dtype == at::kChar) {
+      scales = at::empty(shape.slice(0, 3));
+    }
+  }
+
+  // Puts the keys of new tokens, [T, H, D], into these rows of the pages. With int8, rounds them: only once, here.
+  void store(const at::Tensor& row, at::Tensor keys) {
+    if (scales) {
+      const at::Tensor scale = keys.abs().amax(-1) / 127;
+      scales->flatten(0, 1).index_copy_(0, row, scale);
+      // A key of zeros has the scale 0; clamp_min avoids 0 / 0.
+      keys = (keys / scale.unsqueeze(-1).clamp_min(std::numeric_limits<float>::min())).round().to(at::kChar);
+    }
+    numbers.flatten(0, 1).index_copy_(0, row, keys);
+  }
+};
+
 // Keys and values of many texts, in pages that are handed out as the texts grow. A server has fewer pages than all
 // texts would fill at full length, and lets prompts wait while none is free.
 struct PageCache {
   static constexpr int64_t kPageSize = 16;  // tokens
 
-  std::vector<at::Tensor> keys, values;  // of each layer: [pages, page_size, H, D]
-  std::vector<int64_t> free;             // pages that no text has
+  std::vector<Pool> keys, values;  // of each layer
+  std::vector<int64_t> free;       // pages that no text has
 
-  PageCache(int64_t layers, int64_t pages, int64_t heads, int64_t head_dim) {
+  PageCache(int64_t layers, int64_t pages, int64_t heads, int64_t head_dim, at::ScalarType dtype) {
     for (int64_t layer = 0; layer < layers; ++layer) {
-      keys.push_back(at::empty({pages, kPageSize, heads, head_dim}));
-      values.push_back(at::empty({pages, kPageSize, heads, head_dim}));
+      keys.emplace_back(at::IntArrayRef{pages, kPageSize, heads, head_dim}, dtype);
+      values.emplace_back(at::IntArrayRef{pages, kPageSize, heads, head_dim}, dtype);
     }
     for (int64_t page = pages; page-- > 0;) {
       free.push_back(page);
@@ -57,7 +83,7 @@ struct PageCache {
   // Gives a text the pages that all of its tokens need.
   void reserve(Sequence& sequence) {
     while (std::ssize(sequence.pages) < pages_for(sequence.tokens.size())) {
-      TORCH_CHECK(!free.empty(), "all ", keys[0].size(0), " pages are in use");
+      TORCH_CHECK(!free.empty(), "all ", keys[0].numbers.size(0), " pages are in use");
       sequence.pages.push_back(free.back());
       free.pop_back();
     }
@@ -68,6 +94,16 @@ struct PageCache {
     free.insert(free.end(), sequence.pages.begin(), sequence.pages.end());
     sequence.pages.clear();
     sequence.cached = 0;
+  }
+
+  size_t bytes() const {
+    size_t sum = 0;
+    for (const auto* pools : {&keys, &values}) {
+      for (const Pool& pool : *pools) {
+        sum += pool.numbers.nbytes() + (pool.scales ? pool.scales->nbytes() : 0);
+      }
+    }
+    return sum;
   }
 };
 
@@ -85,8 +121,8 @@ class Gpt {
   int64_t context() const { return weight("position.weight").size(0); }
 
   // Room for `texts` texts of any length.
-  PageCache cache_for(int64_t texts) const {
-    return {layers_, texts * PageCache::pages_for(context()), heads_, weight("token.weight").size(1) / heads_};
+  PageCache cache_for(int64_t texts, at::ScalarType dtype) const {
+    return {layers_, texts * PageCache::pages_for(context()), heads_, weight("token.weight").size(1) / heads_, dtype};
   }
 
   // Logits of the token after each text, [texts, alphabet]. One call reads all tokens that the cache lacks and adds
@@ -122,13 +158,18 @@ class Gpt {
       const std::string block = "blocks." + std::to_string(layer) + ".";
       // [T, 3 * width] -> query, key and value: three views [T, H, D]
       const auto qkv = linear(block + "qkv", norm(block + "norms.0", x)).unflatten(-1, {3, heads_, -1}).unbind(1);
-      cache.keys[layer].flatten(0, 1).index_copy_(0, row, qkv[1]);
-      cache.values[layer].flatten(0, 1).index_copy_(0, row, qkv[2]);
+      Pool &keys = cache.keys[layer], &values = cache.values[layer];
+      keys.store(row, qkv[1]);
+      values.store(row, qkv[2]);
       // Every query sees the keys of its own text up to itself, which are read in place: the last query of a text
       // stands at its last key.
       const at::Tensor attended =
-          attn::varlen(qkv[0], cache.keys[layer], cache.values[layer], cu_seq, std::nullopt, longest, context(),
-                       {.window_size = {-1, 0}, .seqused_k = seqused, .block_table = table});
+          attn::varlen(qkv[0], keys.numbers, values.numbers, cu_seq, std::nullopt, longest, context(),
+                       {.window_size = {-1, 0},
+                        .seqused_k = seqused,
+                        .block_table = table,
+                        .key_scale = keys.scales,
+                        .value_scale = values.scales});
       x = x + linear(block + "out", attended.flatten(-2));
       x = x + linear(block + "mlp.2", at::gelu(linear(block + "mlp.0", norm(block + "norms.1", x))));
     }
@@ -189,8 +230,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 // Goes on with one text and prints what comes, with the tokens a second.
-Tokens write_one(const Gpt& gpt, const Tokens& prompt, const std::vector<std::string>& alphabet) {
-  PageCache cache = gpt.cache_for(1);
+Tokens write_one(const Gpt& gpt, const Tokens& prompt, const std::vector<std::string>& alphabet, PageCache& cache) {
   // The first call, which is slower, before the clock runs.
   Sequence text = {.tokens = prompt};
   gpt.next({&text}, cache);
@@ -213,6 +253,7 @@ Tokens write_one(const Gpt& gpt, const Tokens& prompt, const std::vector<std::st
     logits = gpt.next({&text}, cache);
   }
   const double decode = seconds_since(start);
+  cache.release(text);
   std::printf("\n\nprefill: %zu tokens, %.0f a second\ndecode: %ld tokens, %.0f a second\nthreads: %d\n", prompt.size(),
               prompt.size() / prefill, decoded, decoded / decode, at::get_num_threads());
   return text.tokens;
@@ -251,8 +292,7 @@ std::vector<Tokens> write_all(const Gpt& gpt, const std::vector<Tokens>& prompts
 }
 
 // Prints how fast many texts are written at once and one by one; whether both are the same texts.
-bool compare(const Gpt& gpt, const std::vector<Tokens>& prompts) {
-  PageCache cache = gpt.cache_for(prompts.size());
+bool compare(const Gpt& gpt, const std::vector<Tokens>& prompts, PageCache& cache) {
   auto start = std::chrono::steady_clock::now();
   const std::vector<Tokens> together = write_all(gpt, prompts, cache);
   const double at_once = seconds_since(start);
@@ -274,8 +314,9 @@ bool compare(const Gpt& gpt, const std::vector<Tokens>& prompts) {
   return together == alone;
 }
 
-int run(const std::string& path, const char* own_prompt) {
+int run(const std::string& path, const char* own_prompt, const std::string& kind) {
   const c10::InferenceMode no_gradients;
+  TORCH_CHECK(kind == "float" || kind == "int8", "--cache is '", kind, "': it must be float or int8");
   const c10::IValue loaded = load(path);
   TORCH_CHECK(loaded.isGenericDict() && loaded.toGenericDict().contains("weights"), path,
               " is not what examples.cpp.generate.train writes");
@@ -287,7 +328,11 @@ int run(const std::string& path, const char* own_prompt) {
   }
   const std::string prompt = own_prompt ? own_prompt : file.at("prompt").toStringRef();
 
-  const Tokens text = write_one(gpt, encode(prompt, alphabet), alphabet);
+  constexpr int64_t kPrompts = 32;
+  PageCache cache = gpt.cache_for(kPrompts, kind == "int8" ? at::kChar : at::kFloat);
+
+  const Tokens text = write_one(gpt, encode(prompt, alphabet), alphabet, cache);
+  std::printf("cache: %s, %zu bytes\n", kind.c_str(), cache.bytes());
   bool right = true;
   if (!own_prompt) {
     const std::string& expected = file.at("text").toStringRef();
@@ -296,24 +341,34 @@ int run(const std::string& path, const char* own_prompt) {
   }
 
   // Pieces of that text are the prompts of many, the longest half as long as what the model reads.
-  constexpr int64_t kPrompts = 32;
   std::vector<Tokens> prompts;
   for (int64_t n = 0; n < kPrompts; ++n) {
     const int64_t part = n * gpt.context() / (2 * kPrompts);
     prompts.emplace_back(text.begin() + part, text.begin() + 2 * part + 1);
   }
-  return compare(gpt, prompts) && right ? 0 : 1;
+  return compare(gpt, prompts, cache) && right ? 0 : 1;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2 && argc != 3) {
-    std::fprintf(stderr, "usage: %s FILE [PROMPT]   (FILE: what examples.cpp.generate.train has written)\n", argv[0]);
+  std::vector<const char*> words;
+  std::string cache = "float";
+  for (int n = 1; n < argc; ++n) {
+    if (std::string(argv[n]) == "--cache") {
+      cache = ++n < argc ? argv[n] : "";
+    } else {
+      words.push_back(argv[n]);
+    }
+  }
+  if (words.empty() || words.size() > 2) {
+    std::fprintf(
+        stderr, "usage: %s FILE [PROMPT] [--cache float|int8]   (FILE: what examples.cpp.generate.train has written)\n",
+        argv[0]);
     return 2;
   }
   try {
-    return run(argv[1], argc == 3 ? argv[2] : nullptr);
+    return run(words[0], words.size() == 2 ? words[1] : nullptr, cache);
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "%s\n", error.what_without_backtrace());
   } catch (const std::exception& error) {
