@@ -4,12 +4,14 @@ Each runs in processes of its own, one after the other in several rounds, with t
 the same number of threads. Every process first compares its result with the textbook formula.
 
 Packages that bring kernels, or change PyTorch's, have environments of their own, which
-``make bench-peers`` makes.
+``make bench-peers`` makes. In "int8", queries are float32, and keys and values int8, with one scale
+for all (the finest that onnxruntime has is one for each channel).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -29,8 +31,10 @@ CASES = [
     *(Case(f"1x12x{n}", 1, 12, n, dtypes=("f32", "bf16")) for n in (128, 512, 2048, 4096)),
     Case("1x8x2048 D128", 1, 8, 2048, 128, dtypes=("f32", "bf16")),
     Case("8x12x128", 8, 12, 128, dtypes=("f32", "bf16")),
-    Case("decode 32 heads x 4k D128", 1, 32, 1, 128, keys=4096, dtypes=("f32", "bf16")),
+    Case("decode 32 heads x 4k D128", 1, 32, 1, 128, keys=4096, dtypes=("f32", "bf16", "int8")),
+    Case("decode 32:8 x 16k D128", 1, 32, 1, 128, keys=16384, kv_heads=8, dtypes=("int8",)),
 ]
+SCALE = 4 / 127  # of int8: larger numbers of the normal distribution are clamped
 
 # Takes query, key and value, [B, H, L, D], and the number of threads; gives the call to measure,
 # and what makes of its result a tensor [B, H, L, D].
@@ -62,10 +66,14 @@ def in_inference_mode(
     return call, lambda output: output
 
 
-@peer("attn", "f32", "bf16")
+@peer("attn", "f32", "bf16", "int8")
 def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
-    import torch_attn  # noqa: F401
+    import torch_attn
 
+    if inputs[1].dtype == torch.int8:
+        scale = torch.tensor(SCALE)
+        options = {"key_scale": scale, "value_scale": scale, "enable_gqa": True}
+        return in_inference_mode(functools.partial(torch_attn.sdpa, **options), inputs)
     return in_inference_mode(torch.ops.attn.sdpa, inputs)
 
 
@@ -89,10 +97,13 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     return call, lambda results: results[0]
 
 
-@peer("onnxruntime", "f32", environment="others")
+@peer("onnxruntime", "f32", "int8", environment="others")
 def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
     import onnxruntime
     from onnx import TensorProto, helper
+
+    if inputs[1].dtype == torch.int8:
+        return of_onnxruntime_with_cache(inputs, threads)
 
     def side_by_side(x: torch.Tensor) -> np.ndarray:  # [B, L, H D]
         return np.ascontiguousarray(x.transpose(1, 2).flatten(2).numpy())
@@ -117,6 +128,69 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
         return torch.from_numpy(outputs[0]).unflatten(2, (heads, -1)).transpose(1, 2)
 
     return lambda: session.run(None, arrays), result
+
+
+def of_onnxruntime_with_cache(inputs: list[torch.Tensor], threads: int) -> Prepared:
+    """One query over a cache of int8, which the node updates in place with the newest token."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    query, key, value = inputs
+    heads, kv_heads, keys = query.shape[1], *key.shape[1:3]
+    newest = [(x[..., -1:, :] * SCALE).transpose(1, 2).flatten(2).numpy() for x in (key, value)]
+    scale = np.array([SCALE], np.float32)
+    arrays = {
+        "query": query.transpose(1, 2).flatten(2).numpy(),
+        "key": newest[0],
+        "value": newest[1],
+        "past_key": key.numpy(),
+        "past_value": value.numpy(),
+        "seqlens_k": np.array([keys - 1], np.int32),
+        "total": np.array([keys], np.int32),
+        "k_scale": scale,
+        "v_scale": scale,
+    }
+    names = [*arrays][:7] + [""] * 5 + [*arrays][7:]
+    kinds = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8}
+    node = helper.make_node(
+        "GroupQueryAttention",
+        names,
+        ["output", "present_key", "present_value"],
+        domain="com.microsoft",
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        **kinds,
+    )
+    types = {"float32": TensorProto.FLOAT, "int8": TensorProto.INT8, "int32": TensorProto.INT32}
+    like = {"output": "query", "present_key": "past_key", "present_value": "past_value"}
+    values = {
+        name: helper.make_tensor_value_info(name, types[str(a.dtype)], a.shape)
+        for name, a in {**arrays, **{n: arrays[m] for n, m in like.items()}}.items()
+    }
+    infos = [*values.values()]
+    graph = helper.make_graph([node], "attention", infos[: len(arrays)], infos[len(arrays) :])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    binding = session.io_binding()
+    held = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items()}
+    for name, tensor in held.items():
+        binding.bind_ortvalue_input(name, tensor)
+    for name in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{name}", held[f"past_{name}"])
+    binding.bind_output("output")
+
+    def result(_: None) -> torch.Tensor:
+        outputs = {x.shape: x for x in binding.copy_outputs_to_cpu()}
+        return (
+            torch.from_numpy(outputs[arrays["query"].shape])
+            .unflatten(2, (heads, -1))
+            .transpose(1, 2)
+        )
+
+    return lambda: session.run_with_iobinding(binding), result
 
 
 @peer("OpenVINO", "f32", "bf16", environment="others")
@@ -158,15 +232,20 @@ def _(inputs: list[torch.Tensor], threads: int) -> Prepared:
 def measure(name: str, case: Case, dtype: str, threads: int) -> float:
     """Milliseconds of one call in this process."""
     torch.manual_seed(0)
-    inputs = list(case.inputs(DTYPES[dtype])[0])
+    inputs = list(case.inputs(DTYPES.get(dtype, torch.float32))[0])
+    query, *rest = (x.double() for x in inputs)
+    if dtype == "int8":
+        rest = [(x / SCALE).round().clamp(-127, 127) for x in rest]
+        inputs[1:] = [x.to(torch.int8) for x in rest]
+        rest = [x * SCALE for x in rest]
     call, result = PEERS[name][0](inputs, threads)
-    query, key, value = (x.double() for x in inputs)
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in rest)
     rows = query[..., :16, :]
     expected = (rows @ key.mT / case.head_dim**0.5).softmax(-1) @ value
     actual = result(call())
     if actual.shape != query.shape:
         raise ValueError(f"{name} gives {list(actual.shape)}, not {list(query.shape)}")
-    tolerance = {"f32": 1e-4, "bf16": 2e-2}[dtype]
+    tolerance = {"f32": 1e-4, "bf16": 2e-2, "int8": 1e-2}[dtype]
     torch.testing.assert_close(
         actual[..., :16, :].double(), expected, rtol=tolerance, atol=tolerance
     )

@@ -131,6 +131,25 @@ def test_many_heads_on_few_key_heads(bench: Any, monkeypatch: pytest.MonkeyPatch
     assert re.search(f"8 / 4.*4 : 2, 3.*{share}.*{share}", render(decode.grouped_table(rows)))
 
 
+def test_caches_that_come_from_memory(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import decode
+
+    monkeypatch.setattr(decode, "ENOUGH", 800_000)
+    case = dataclasses.replace(decode.CACHES[1], keys=50)
+    run, count, size = decode.over_caches(case, torch.int8)
+    assert count == 8  # of 102,400 bytes without scales
+    assert size == 2 * 8 * 50 * (128 + 4)
+    run()
+    machine = types.SimpleNamespace(read_gbytes=lambda size: 2.0)
+    rows = decode.measure_caches(silent(), machine, [case], 0.001)
+    assert [r["stored"] for r in rows] == ["bfloat16", "int8", "float8_e4m3fn"]
+    for r in rows:
+        assert r["ratio"] == pytest.approx(rows[0]["us"] / r["us"])
+        assert r["of_read"] == r["gbytes"] / 2 > 0
+    assert rows[1]["gbytes"] * rows[1]["us"] == pytest.approx(size / 1e3)
+    assert "float8_e4m3fn" in render(decode.caches_table(rows))
+
+
 def test_gpt_with_keys_and_values_of_8_bits(bench: Any) -> None:
     """Decoding over a cache, against the whole sequence at once with keys and values in floats."""
     import eight_bits

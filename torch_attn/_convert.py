@@ -14,7 +14,7 @@ __all__ = ["Converted", "convert", "unconvert"]
 
 
 class Converted(NamedTuple):
-    """Names the modules that :func:`convert` or :func:`unconvert` changed and skipped.
+    """Names the modules that one :func:`convert` or :func:`unconvert` changed or skipped.
 
     The names are those of ``model.named_modules()``. The model itself has the name "".
 
@@ -171,7 +171,7 @@ def _attentions(
 
 
 def _changed(module: nn.MultiheadAttention, cls: type) -> str:
-    """Returns why a module may compute something else than `cls`, or ""."""
+    """Returns why a module may not compute what `cls` computes; "" if there is no such reason."""
     if type(module) is not cls:
         return f"its class, {type(module).__qualname__}, is derived"
     return "its forward was replaced" if "forward" in vars(module) else ""

@@ -69,7 +69,8 @@ def inspect(
         count as a batch of one. All dimensions before the head belong to the batch.
 
     Raises:
-        RuntimeError: no attention was seen; the message says what cannot be seen.
+        RuntimeError: the model called no attention that `inspect` can record. The message says why,
+            or which calls `inspect` cannot see.
         TypeError: `model` is no module, or `saturated_above` is no number.
         ValueError: `saturated_above` is not from 0 to 1; or a model of transformers would have to
             compute with :func:`torch_attn.sdpa`, but needs something that the operator lacks, such
@@ -160,9 +161,9 @@ class _Where:
             for module in self._names:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue
-                # `enter` runs before the module's own hooks, because PyTorch calls `leave` even if
-                # these hooks raise. `receive` runs after the module's own hooks, because they may
-                # change the arguments.
+                # PyTorch calls `leave` even if one of the module's own hooks raises. `enter` must
+                # have run by then, so `enter` runs before these hooks. `receive` runs after the
+                # module's own hooks, because they may change the arguments.
                 hooks.append(module.register_forward_pre_hook(enter, prepend=True))
                 hooks.append(module.register_forward_pre_hook(receive, with_kwargs=True))
                 hooks.append(module.register_forward_hook(leave, always_call=True))
@@ -250,7 +251,8 @@ class _Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         arguments = _attentions().get(func)
         if arguments is not None and not _recording.get():
-            # PyTorch has turned this mode off here, but the mode of an enclosing `inspect` is on.
+            # PyTorch turns this recorder off while this method runs, but leaves the recorder of an
+            # enclosing `inspect` on. `_recording` tells that recorder to ignore the calls below.
             token = _recording.set(True)
             try:
                 with torch.no_grad():
@@ -326,7 +328,7 @@ def _problem(attention: _Attention) -> str | None:
 
 
 def _is_of_vmap(x: Tensor) -> bool:
-    """Returns whether `x` holds the samples of :func:`torch.vmap`.
+    """Returns whether `x` is, or wraps, a batched tensor that :func:`torch.vmap` made.
 
     Such a tensor is invalid after vmap has returned.
     """

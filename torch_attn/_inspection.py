@@ -24,7 +24,7 @@ class Layer:
             module.
         is_cross: whether keys and queries come from different sequences, as far as the module's
             arguments show it. A :class:`torch.nn.MultiheadAttention` shows it by a query and a key
-            of different shapes or values. Another module shows it by an argument
+            of different shapes or values. A module of any other class shows it by an argument
             `key_value_states` or `encoder_hidden_states`. False if no argument shows it.
         weights: ``[B, H, L, S]``, after softmax and before dropout; None if not requested.
         query: ``[B, H, L, E]``, as used for the scores.

@@ -218,9 +218,9 @@ class PagedCache:
         # Plans the new tables before it changes the cache, so that an error leaves the cache
         # unchanged. New pages come from the end of `_free`. A sequence that appends to a shared
         # page leaves the page and takes a copy of it. `left` counts these sequences. If all other
-        # sequences have left the page, the last one writes into the page itself. The longest
-        # sequence is planned last, so the last one is the longest, and its new rows come after the
-        # rows of all other sequences on the page.
+        # sequences have left the page, the last one writes into the page itself. The loop plans the
+        # longest sequence last. So the sequence that writes into the page itself is the longest one
+        # on the page, and its new rows come after the rows of all other sequences there.
         left, copies, needed = Counter[int](), {}, 0
         tables = [[*pages] for pages, _ in sequences]
         slots: list[list[int]] = [[] for _ in sequences]  # for each token, its row of the pool

@@ -58,7 +58,11 @@ def letter(dtype: torch.dtype) -> str:
 
 
 def together(values: Iterable[Value]) -> int:
-    """Returns the kind of a result of these values: PAIR if they have two kinds other than HEAD."""
+    """Returns the kind of a value that is computed from these values.
+
+    If all values have the kind HEAD, so has the result. If the remaining values have one kind, the
+    result has it, too. If they have different kinds, the result has the kind PAIR.
+    """
     kind = HEAD
     for x in values:
         if x.kind != kind and x.kind != HEAD:

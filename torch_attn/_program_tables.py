@@ -60,8 +60,8 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
     """Returns an index for each dimension of a value's vector `[B|1, H|1, N|1, *shape]`.
 
-    So the vector can be looked up like a captured tensor. The dimensions of `shape` get None,
-    because the user's function indexes them.
+    So the vector can be looked up like a captured tensor. For each dimension of `shape`, the list
+    has None in place of an index, because the user's function gives that index.
     """
     first = []
     for axis, n in enumerate(value.tensor.shape[:3]):
@@ -101,9 +101,9 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
 def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
     """Returns `source[b, h, i, j]` as a view `[B|1, H|1, L, S]`, which the kernels read as a mask.
 
-    Instead of i or j, an index may be a i + b j + c with whole numbers a, b and c. Returns None if
-    there is no such view, for example because an index has another form, or if the user's function
-    has already read such a view.
+    In place of i or j, an index may have the form ``a i + b j + c``, where a, b and c are whole
+    numbers. Returns None if there is no such view, for example because an index has another form,
+    or if the user's function has already read such a view.
     """
     if tracer.pairs is not None or not source.is_floating_point() or tracer.in_mask:
         return None
@@ -170,7 +170,8 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     if ("t", number) not in tracer.list.leaves:
         table = source
         for n, at in enumerate(own):
-            # Slices only if necessary, because the derivative of a slice makes a copy.
+            # The loop slices the table only if necessary, because the derivative of a slice makes a
+            # copy.
             if at is not None and table.size(at) != counts[n]:
                 table = table.narrow(at, begin if n == 2 else 0, counts[n])
         found = [dim for dim in own if dim is not None]

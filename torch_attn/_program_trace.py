@@ -80,7 +80,7 @@ class Tracer(TorchFunctionMode):
         return place
 
     def run(self, name: str, function: Any, arguments: list[Value], type_: str) -> int:
-        """Runs a function and returns the place of its result in the list."""
+        """Runs a user's function and returns the index of its result in the list of operations."""
         places = [self.put(x) for x in arguments]
         with self:
             result = function(*places)
@@ -98,7 +98,7 @@ class Tracer(TorchFunctionMode):
         return self.list.place(value, type_)
 
     def value(self, x: Tensor) -> Value | None:
-        """Returns the Value of a place or of another 0-d tensor; None for all other tensors."""
+        """Returns the Value of a place, or of a 0-d tensor. Returns None for any other tensor."""
         value: Value | None = getattr(x, "_attn", None)
         if value is not None or x.dim():
             return value
@@ -164,7 +164,7 @@ class Tracer(TorchFunctionMode):
     def elementwise(
         self, name: str, function: Any, values: list[Any], named: dict[str, Any], of: list[Value]
     ) -> Value:
-        """Computes an elementwise function. `of` are the Values among its arguments."""
+        """Computes an elementwise function. The list `of` has all Values among the arguments."""
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
@@ -216,7 +216,7 @@ class Tracer(TorchFunctionMode):
     def limits(self, x: Any) -> tuple[int, int] | None:
         """Returns the least and the largest whole number of a value; None if they are unknown.
 
-        Reads the numbers if necessary and possible.
+        If the limits are not known yet, this method reads the value's tensor, if that is possible.
         """
         if type(x) is int:
             return x, x
@@ -287,7 +287,8 @@ class Tracer(TorchFunctionMode):
     def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
         """Returns the Value of a form (a, b, c).
 
-        Returns None if the form depends on i and j, but not on i - j alone.
+        The form must depend on i alone, on j alone, on i - j alone, or on none of these. Returns
+        None for any other form.
         """
         a, b, c = affine
         if a and b and a + b:
@@ -391,7 +392,8 @@ class Tracer(TorchFunctionMode):
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """Refuses functions that run without gradients, although the caller records gradients.
 
-        The forward of an autograd.Function is an example: nothing would call its backward.
+        For example, a function may call PyTorch in the forward of an autograd.Function. Autograd
+        does not record these calls, and would not call the function's own backward.
         """
         if not self.tracking or torch.is_grad_enabled():
             return

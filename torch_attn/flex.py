@@ -174,7 +174,10 @@ def _parts(
 
 
 def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
-    """Returns whether a row's first `numbers` indices name a block: ``[B, H, rows, count]``."""
+    """Returns which of the `count` blocks each row lists: ``[B, H, rows, count]``, boolean.
+
+    In each row, the first n numbers of `indices` are the list. `numbers` has n for each row.
+    """
     places = torch.arange(indices.size(-1), device=indices.device)
     is_there = (places < numbers[..., None]) & (indices >= 0) & (indices < count)
     listed = indices.new_zeros((*indices.shape[:-1], count + 1), dtype=torch.bool)

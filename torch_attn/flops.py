@@ -1,9 +1,10 @@
 """Counts floating-point operations for :class:`torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count as PyTorch counts for its own attention. They count the matrix products of every
-query head, where a product ``[m, k] @ [k, n]`` has ``2 m n k`` operations. Masked scores count,
-too. The formulas of derivatives include the scores that the kernels compute again. The formulas
-leave out what is not computed, such as the gradient of a key that does not require one.
+The formulas follow the rules of PyTorch's formulas for its own attention. They count the matrix
+products of every query head, where a product ``[m, k] @ [k, n]`` has ``2 m n k`` operations. Masked
+scores count, too. The formulas of derivatives include the scores that the kernels compute again.
+The formulas leave out what is not computed, such as the gradient of a key that does not require
+one.
 
 With a `window_size`, the formulas count only the pairs of a query and a key that the window and
 `is_causal` leave visible. The formulas know shapes, but not the numbers in `query_offset` and
@@ -73,14 +74,16 @@ def _of_arguments(op: Any, count: Callable[[Call], int]) -> Callable[..., int]:
 def _products(call: Call, over_head_dim: int, over_value_dim: int) -> int:
     """Counts the operations of products over E and over Ev, for the visible pairs.
 
-    `over_head_dim` is the number of products over E, and `over_value_dim` of products over Ev.
+    `over_head_dim` is the number of products over E, and `over_value_dim` is the number of products
+    over Ev.
     """
     if call.get("block_table") is not None:  # key and value are pools
         pools = {name: call[name] for name in ("key", "value")}
         call = call | {name: (x[1], call["max_k"], x[-1]) for name, x in pools.items()}
     query, key, value = call["query"], call["key"], call["value"]
     leading = zip_longest(*(shape[-3::-1] for shape in (query, key, value)), fillvalue=1)
-    # The largest size of each dimension counts: a smaller size is 1, or heads are grouped.
+    # For each leading dimension, the largest of the three sizes counts. A smaller size is 1, which
+    # broadcasts, or the number of heads of grouped keys or values.
     heads: int = math.prod(map(max, leading))
     flops: int = 2 * _pairs(call) * (over_head_dim * query[-1] + over_value_dim * value[-1])
     return heads * flops
@@ -103,7 +106,7 @@ def _pairs(call: Call) -> int:
     first = 0 if call.get("query_offset") is None else S - L  # the position of query 0
 
     def until(key: int) -> int:
-        """Counts the pairs of a query i and a key j with j <= i + `key`."""
+        """Counts the visible pairs if query i sees the keys up to the number i + `key`."""
         return _clamped(L + key, S) - _clamped(key, S)
 
     return until(first + right) - until(first - left - 1)

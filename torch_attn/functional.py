@@ -78,9 +78,9 @@ def sdpa(
             `query_offset`, query i attends to keys 0 ... i + query_offset. If `attn_mask` is given
             too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
-        enable_gqa: allows Hk and Hv to be divisors of Hq, equal or not. ``Hq / Hk`` neighbouring
-            query heads share a key head, and ``Hq / Hv`` neighbouring query heads share a value
-            head. No head is copied.
+        enable_gqa: allows Hk and Hv to be divisors of Hq. Hk and Hv may differ. ``Hq / Hk``
+            neighbouring query heads share a key head, and ``Hq / Hv`` neighbouring query heads
+            share a value head. No head is copied.
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
         window_size: (left, right), how many keys a query sees to the left and right of its own
             position; -1 is all. The kernel does not read keys outside the window, so its time is
@@ -187,9 +187,10 @@ def sdpa(
 def _calling(
     operator: Any, name: str, like: Callable[_P, Any]
 ) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Makes a decorator that makes a function call `operator` with the arguments of `like`.
+    """Returns a decorator that replaces a function by one that calls `operator`.
 
-    Only the name and the documentation of the decorated function remain.
+    The new function takes the arguments of `like`. Only the name and the documentation of the
+    decorated function remain.
     """
 
     def number(argument: str, given: float) -> float:
@@ -279,8 +280,9 @@ def sdpa_with_weights() -> None:
     """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices take memory O(L S).
-    On the CPU a kernel computes the matrices, on other devices PyTorch's own operators. On every
-    device, PyTorch's own operators compute the gradients through the matrices, of any order.
+    On the CPU a kernel computes the matrices, on other devices PyTorch's own operators. Gradients
+    through the matrices may have any order. On every device, PyTorch's own operators compute these
+    gradients.
 
     Returns:
         Three tensors, all differentiable:
@@ -361,10 +363,10 @@ def sdpa_stats(
             sink is no score, but it is part of the logsumexp and of the softmax's denominator.
 
     Returns:
-        :class:`Stats`. The statistics are computed from the scores of :func:`sdpa`, and in float32
-        also if query and key have a half type. A query that may attend to no key has the largest
-        score -inf and the entropy 0, and gives no weight to any key. Its logsumexp is the sink, or
-        -inf if there is no sink.
+        :class:`Stats`. The statistics are computed from the scores of :func:`sdpa`. If query and
+        key have a half type, the statistics are computed in float32. A query that may attend to no
+        key has the largest score -inf and the entropy 0, and gives no weight to any key. Its
+        logsumexp is the sink, or -inf if there is no sink.
 
     Raises:
         TypeError: query or key is no tensor, or `scale` is a tensor that requires a gradient or has
@@ -381,10 +383,10 @@ def sdpa_stats(
     threads.
 
     NaN and infinity: if a query has a NaN score, its largest score, entropy and logsumexp are NaN.
-    So is the received weight of each key that the query may attend to, but of no other key. A score
-    of -inf is masked. If a score is +inf, the query's largest score and logsumexp are +inf. Its
-    entropy, and the received weight of each key that the query may attend to, are NaN, as from
-    softmax.
+    The received weight of each key that the query may attend to is NaN, too. The query does not
+    make the received weights of other keys NaN. A score of -inf is masked. If a score is +inf, the
+    query's largest score and logsumexp are +inf. Its entropy, and the received weight of each key
+    that the query may attend to, are NaN, as from softmax.
 
     Source: entropy as a sign of instability: Zhai et al., *Stabilizing Transformer Training by
     Preventing Attention Entropy Collapse*, 2023, https://arxiv.org/abs/2303.06296; largest scores:

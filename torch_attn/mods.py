@@ -39,7 +39,7 @@ def distances(table: Tensor) -> ScoreMod:
 
     Args:
         table: ``[H, 2 R + 1]``: a pair gets the bias in column ``R + q_idx - kv_idx``. A distance
-            beyond R counts as R (Shaw et al., 2018, but as a bias).
+            beyond R counts as R, as in Shaw et al. (2018), who learn vectors in place of biases.
 
     Example:
         >>> table, x = torch.zeros(8, 33, requires_grad=True), torch.randn(1, 8, 50, 16)
@@ -147,8 +147,10 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
     """DeBERTa's disentangled attention (He et al., 2021): scores between content and positions.
 
     Args:
-        c2p: ``[B, H, L, 2 R]``, the scaled scores of each query with a key per relative position.
-        p2c: ``[B, H, S, 2 R]``, the scaled scores of each key with a query per relative position.
+        c2p: ``[B, H, L, 2 R]``, the scaled scores of each query with 2 R keys, one key for each
+            relative position.
+        p2c: ``[B, H, S, 2 R]``, the scaled scores of each key with 2 R queries, one query for each
+            relative position.
         max_distance: distances from R / 2 to `max_distance` share logarithmic buckets (v2 and v3).
             With None, each distance has its own bucket.
 
@@ -212,7 +214,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def sliding_window(left: int, right: int = 0) -> MaskMod:
-    """A query sees `left` keys before its position, the key there, and `right` keys after it.
+    """A query sees the key at its own position, `left` keys before it and `right` keys after it.
 
     Args:
         left: keys before; 0 or more.

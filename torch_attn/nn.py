@@ -206,8 +206,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: ``[L, S]``, or ``[B H, L, S]`` with the heads of a batch entry side by side.
             average_attn_weights: whether to return the mean of the weights over the heads.
             is_causal: query i attends to keys 0 ... i. With `attn_mask`, `is_causal` is a hint that
-                the mask is the causal mask, shifted by `query_offset`. As in torch's module, the
-                mask then decides if `need_weights` is True, and is not read if it is False.
+                the mask is the causal mask, shifted by `query_offset`. If `need_weights` is False,
+                the module relies on this hint and does not read the mask. If `need_weights` is
+                True, the module uses the mask and ignores the hint. Torch's module does the same.
             query_offset: the position of query 0 among the keys, for windows and causality: one
                 number, or ``[B]`` integers; None is 0.
             key_lengths: how many of the S keys are used: one number, or ``[B]`` integers; None is
@@ -439,8 +440,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _forward_must_be_called(module: nn.Module, args: Any) -> None:
     """Does nothing. Its presence makes :class:`torch.nn.TransformerEncoderLayer` call the module.
 
-    In evaluation, this layer does not call an attention module without hooks. Instead, the layer
-    computes PyTorch's attention with the module's parameters.
+    If no module of the layer has a hook, the layer may take its fast path in evaluation. The fast
+    path does not call the attention module, but computes PyTorch's own attention with the module's
+    parameters.
     """
 
 

@@ -31,7 +31,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     query_offset                 from opset 24 on, with is_causal or a window (left, 0). A runtime
                                  may refuse an offset that is less than -L or more than S - L
     key_lengths                  from opset 24 on. With is_causal or a window, the model must also
-                                 pass ``query_offset=key_lengths - L``, and compute this difference
+                                 pass ``query_offset=key_lengths - L``. The subtraction must be part
+                                 of the exported model
     alibi_slopes, sinks          None
     cu_seq_q, ..., block_table   not given, so :func:`torch_attn.varlen_attn` cannot be exported
     ===========================  ===================================================================
@@ -41,9 +42,9 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     mask. Before 1.23, `key_lengths` did not shift the causal mask, and a query without keys gave
     NaN.
 
-    The softmax of half types is in float32, as in this package. The runtime chooses every other
-    precision. In the scores of :func:`torch_attn.sdpa_with_weights`, onnxruntime 1.32 gives hidden
-    scores the lowest finite number, not -inf.
+    The softmax of half types is in float32, as in this package. For all other operations, the
+    runtime chooses the precision. In the scores of :func:`torch_attn.sdpa_with_weights`,
+    onnxruntime 1.32 gives hidden scores the lowest finite number, not -inf.
 
     Raises:
         torch.onnx.ConversionError: the export raises it if ``Attention`` cannot express a call. The
@@ -214,8 +215,9 @@ def _keys_in_use(
 ) -> Any:
     """Returns ``nonpad_kv_seqlen``, the numbers of keys in use, int64 [B], or None.
 
-    ONNX lacks offsets: the last query is at the position of the last key in use. So an offset
-    becomes ``query_offset + L`` keys in use, and no query may see a key after the last query.
+    ONNX lacks offsets: the last query is at the position of the last key in use. So this function
+    expresses a `query_offset` by the number of keys in use, ``query_offset + L``. ONNX then hides
+    all keys after the last query, so no query may see one of these keys.
     """
     from onnxscript import ir
 

@@ -5,12 +5,15 @@ An operator sees the plain tensor inside of a subclass. If the subclass has its 
 most subclasses, but not for these two:
 
 - :class:`torch.nn.attention.bias.CausalBias`, which ``causal_upper_left`` and
-  ``causal_lower_right`` return. The memory of a CausalBias is uninitialised, because its attributes
-  describe the mask. Its ``__torch_function__`` knows only the built-in attention; this module adds
-  the operators;
+  ``causal_lower_right`` return. Three attributes of a CausalBias (a variant and two lengths) say
+  which keys a query sees, so PyTorch leaves the memory of a CausalBias uninitialised. Its
+  ``__torch_function__`` handles only the built-in attention. This module makes
+  ``__torch_function__`` handle the operators of torch_attn, too;
 - ``NestedTensor``, of ``torch.nested`` with ``layout=torch.jagged``. A NestedTensor stores its
-  sequences one after another, like packed sequences. It knows only the built-in attention (on a CPU
-  without causality and options); this module adds the operators.
+  sequences one after another, like packed sequences. Its ``__torch_function__`` handles only the
+  built-in attention, and on a CPU only without ``is_causal``. This module makes
+  ``__torch_function__`` handle ``attn::sdpa`` and ``attn::attention``, too, with ``is_causal`` and
+  with every option but a mask.
 
 If a function is scripted, or transformed by :mod:`torch.func`, PyTorch unwraps a CausalBias among
 its arguments. Then every attention operator, including the built-in, reads the uninitialised

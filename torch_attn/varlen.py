@@ -188,7 +188,8 @@ def varlen_attn_out(
         `out` or, if `return_aux` asks for it, the pair of `out` and the logsumexp.
 
     Raises:
-        RuntimeError: :func:`varlen_attn` raises it, or `out` does not fit. Then `out` is unchanged.
+        RuntimeError: :func:`varlen_attn` refuses the arguments, or `out` has another shape, dtype
+            or device than the output. In both cases `out` is unchanged.
 
     Example:
         >>> query, key, value = torch.randn(3, 10, 8, 64)

@@ -144,8 +144,9 @@ ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
   return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
 }
 
-// Removes the innermost coordinate from the number `sharer` if the mask is shared along this dimension, else from the
-// number `slice`. Returns the coordinate.
+// `sharer` is a flat index over the dimensions along which the mask is shared, and `slice` is a flat index over all
+// other dimensions. Removes the innermost dimension, which has size `extent`, from `sharer` if `shared`, else from
+// `slice`. Returns the coordinate along this dimension.
 ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64_t& slice, int64_t& sharer) {
   const int64_t from = shared ? sharer : slice;
   if (shared)
@@ -155,8 +156,8 @@ ATTN_INLINE constexpr int64_t take_coordinate(int64_t extent, bool shared, int64
   return from % extent;
 }
 // A slice of a mask is its part [L, S] for one batch entry and head. If the mask broadcasts, several batch entries and
-// heads share a slice. Returns the batch entry and head with index `sharer` among those that share the slice with index
-// `slice`. The position is 0.
+// heads share a slice. The slices are numbered, and so are the pairs (batch entry, head) that share a slice. Returns
+// pair number `sharer` of slice number `slice`, with position 0.
 ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, int64_t slice, int64_t sharer) {
   Row place{0, take_coordinate(p.heads, mask.head == 0, slice, sharer), 0};
   int64_t step = 1;

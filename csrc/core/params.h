@@ -34,8 +34,8 @@ constexpr int64_t kScoreTile = 64;
 constexpr uint8_t kSomeVisible = 1;  // some query may see some key
 constexpr uint8_t kSomeChanged = 2;  // some score is hidden, or a number is added to it
 
-// Says which array holds the numbers of the rows at which the packed sequences of an operand begin: query_starts,
-// key_starts or none. The type is a byte, because CUDA limits the size of a kernel's arguments.
+// Says which array tells where the packed sequences of an operand begin: query_starts, key_starts or none. The type is
+// a byte, because CUDA limits the size of a kernel's arguments.
 enum class Axis : uint8_t { none, queries, keys };
 
 // One tensor [*batch, head, row, col]. A stride of 0 broadcasts.
@@ -140,9 +140,10 @@ struct Problem {
   // Factors of products may be rounded to this number of bits: 53, 24, 16, or 8 as in bfloat16.
   int factor_bits = 53;
 
-  // If sequences are packed, the last dimension of the batch counts them and has stride 0. The sequence of batch entry
-  // n begins at row query_starts[n] of an operand of queries, and at row key_starts[n] of an operand of keys. Both
-  // arrays have the shape [batch] and are on the device. `sequences` is 0 if no sequences are packed.
+  // If sequences are packed, the last dimension of the batch has one entry for each sequence, and has stride 0. The
+  // sequence of batch entry n begins at row query_starts[n] of an operand of queries, and at row key_starts[n] of an
+  // operand of keys. Both arrays have the shape [batch] and are on the device. `sequences` is 0 if no sequences are
+  // packed.
   int64_t sequences = 0;
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;  // null where keys are in pages
@@ -322,8 +323,8 @@ struct SecondParams : BackwardParams {
 // The statistics of the scores of every row (core/statistics.h), and the weight that every key receives.
 //
 // There are two passes, because a weight needs the sum over its whole row. A task of the first pass goes over the keys
-// of some rows. A task of the second pass goes over the rows that see some keys. Results are contiguous, in the compute
-// dtype.
+// of some rows. A task of the second pass takes some keys, and goes over the rows that see these keys. Results are
+// contiguous, in the compute dtype.
 struct StatsParams : RowParams {
   void* largest_score = nullptr;    // [batch, heads, L]
   void* entropy = nullptr;          // likewise

@@ -138,8 +138,8 @@ struct Terms {
 };
 
 // A table of numbers, [batch, heads, n, size] in the compute dtype. n is 1, or L if each query has its own numbers, or
-// S if each key has its own numbers. The `size` numbers among which a lookup chooses are contiguous. The index of a
-// lookup is a function of the pair.
+// S if each key has its own numbers. A lookup reads one number of the last dimension, which is contiguous. The index in
+// this dimension is a function of the pair.
 enum class TableOf : int8_t { all, queries, keys };
 struct Table {
   Terms numbers, tangent;  // null data: there is none
@@ -155,9 +155,9 @@ struct TermGradients {
   void* keys = nullptr;       // [batch, heads, S, columns]
   void* distances = nullptr;  // [chunks, batch, heads, columns, L + S - 1]
   // Several tasks may add to the gradient of the same number of a table. Therefore tasks wait in lines. Task t is in
-  // line t % lines, and begins once turns[line] says that all earlier tasks of the line have ended. The tasks of a line
-  // add to copy line / lines_of_copy of the gradients. Lines that share a copy add to different numbers of the copy. If
-  // `turns` is null, no two tasks add to the same number.
+  // line t % lines, and begins once turns[line] says that all earlier tasks of the line have ended. There may be
+  // several copies of the gradients. The tasks of a line add to the copy with the index line / lines_of_copy. Lines
+  // that share a copy add to different numbers of the copy. If `turns` is null, no two tasks add to the same number.
   Terms tables[kMostTables];  // in the first copy; shaped as Table::numbers, contiguous
   bool has_tables = false;
   int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: numbers from one copy to the next

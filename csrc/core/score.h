@@ -56,8 +56,8 @@ struct ScoreFunction {
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = -2 y / c cap'(z). Both are 0
-// where y is +-1, for example if the product is +-inf. They are computed from y, not from the score c y, because the
+// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = (-2 y / c) cap'(z). Both are
+// 0 where y is +-1, for example if the product is +-inf. They are computed from y, not from the score c y, because the
 // score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of this rounding.
 template <class T>
 struct SoftCap {

@@ -69,9 +69,10 @@ struct FinishedRow {
   T reference, inverse_sum;
 };
 
-// Returns l - 1, which is -1 if the row has neither keys nor a sink. The log1p() of this number is the argument
-// `log_sum` of finished(). `sink` is the weight of the sink relative to the row's reference, or 0 without a sink. The
-// reference is at least the sink.
+// Returns l - 1, where l is the sum of the weights of the row's keys and of its sink. If the row has neither keys nor a
+// sink, l is 0. The argument `log_sum` of finished() is log1p(l - 1). `sink` is the weight of the sink relative to the
+// row's reference, or 0 without a sink. This weight is at most 1, because the reference is at least as large as the
+// sink's score.
 template <class T>
 ATTN_INLINE constexpr double sum_without_one(const RowStatistics<T>& s, double sink) {
   return (static_cast<double>(s.ones) - 1) + static_cast<double>(s.rest) + sink;

@@ -30,8 +30,8 @@ bool always() { return true; }
 
 #if defined(__x86_64__)
 // __builtin_cpu_supports also checks that the operating system saves the registers (XGETBV). Some versions of clang do
-// not know its argument "f16c", so F16C is looked up in CPUID. CPUID suffices here, because F16C uses only registers
-// that AVX2 uses too.
+// not know "f16c" as an argument of __builtin_cpu_supports, so has_avx2() looks F16C up in CPUID. CPUID suffices,
+// because F16C uses only registers that AVX2 uses too.
 bool has_avx2() {
   unsigned eax, ebx, ecx, edx;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&

@@ -326,8 +326,8 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
       first += numbers;
     });
   }
-  // Skips sequences without queries. In a call with one token, the mask has one row for all sequences, and an empty
-  // sequence would overwrite the gradient of this row with 0.
+  // Skips sequences without queries. If the whole call has only one query, the mask has one row for all sequences. An
+  // empty sequence would then overwrite the gradient of this row with 0.
   if (call.mask_is_shared && call.sequences > 0)
     entries.run([](const auto& p) { return p.queries > 0 ? p.mask_tasks() : 0; },
                 [](const auto& p) { return 2 * product_flops(p); }, workspace,

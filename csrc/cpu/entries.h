@@ -120,8 +120,9 @@ class Entries {
       if (entry.kernels->on_thread.begin) on_thread = entry.kernels->on_thread;
     }
     std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.flops > b.flops; });
-    // A thread takes neighbouring items at once, together a quarter of its share of the remaining work. If threads took
-    // alternate items, a thread would wait for memory that the cache of another thread holds.
+    // A thread takes a run of neighbouring items at a time. A run is about a quarter of the thread's share of the
+    // remaining work, or one item with Take::one. If threads took alternate items, a thread would wait for memory that
+    // the cache of another thread holds.
     const double parts = take == Take::one ? HUGE_VAL : 4.0 * at::get_num_threads();
     std::vector<size_t> ends;
     double left = all_flops, taken = 0;
@@ -145,7 +146,8 @@ class Entries {
   }
 
  private:
-  // For a short sequence, the kernels take hardly longer than reading its parameters from memory.
+  // Prefetches the parameters of an entry. If the entry is a short sequence, computing it takes little longer than
+  // reading its parameters from memory.
   static void prefetch(const Params& p) {
     for (size_t at = 0; at < sizeof(Params); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(&p) + at);
   }

@@ -74,8 +74,8 @@ struct OnePassKernels {
 };
 
 // Tasks that compute chunks of the same span of heads wait for each other (BackwardParams::turns), and tasks that add
-// to the same copy of tables wait for each other (TermGradients::turns). So threads take tasks one by one, in the
-// order of their numbers. No task then waits for a task that has not begun.
+// to the same copy of tables wait for each other (TermGradients::turns). So a thread takes only one task at a time, the
+// next in the order of task numbers (Take::one). No task then waits for a task that has not begun.
 template <class Params>
 struct BackwardKernels {
   int64_t (*workspace)(const Params&);

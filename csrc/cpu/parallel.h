@@ -9,13 +9,14 @@
 namespace attn {
 
 // Runs f(task, workspace) for every task in [0, tasks). Each thread has a workspace of its own of `workspace_bytes`,
-// 64-byte aligned. Any thread may take any task. So tasks must not depend on each other, unless they wait for earlier
-// tasks (Take::one). Then the result does not depend on the number of threads (torch.get_num_threads()). Runs all tasks
-// in one thread if called inside another parallel region, or if all tasks together take less time than waking a thread.
-// `flops` is roughly the work of all tasks.
+// 64-byte aligned. Any thread may take any task. So a task must not depend on another task, unless it waits for earlier
+// tasks (Take::one). If all tasks obey this rule, the result does not depend on the number of threads
+// (torch.get_num_threads()). Runs all tasks in one thread if called inside another parallel region, or if all tasks
+// together take less time than waking a thread. `flops` is roughly the work of all tasks.
 //
 // Take::neighbours: a thread takes several consecutive tasks at once, because their memory is adjacent. Take::one: a
-// thread takes only the first task that is left, so a task may wait for an earlier task.
+// thread takes only the first task that is left. A task is then allowed to wait for an earlier task, because all
+// earlier tasks have begun.
 enum class Take { neighbours, one };
 void run_tasks(int64_t tasks, double flops, int64_t workspace_bytes, OnThread on_thread,
                const std::function<void(int64_t, char*)>& f, Take take = Take::neighbours);

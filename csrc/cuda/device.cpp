@@ -57,8 +57,8 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
   const bool is_full = filled_up.back() == cols;
   const auto options = query.options().dtype(x.dtype == DType::boolean ? at::kBool : query.scalar_type());
   const Tensor vectors = is_full ? at::empty(filled_up, options) : at::zeros(filled_up, options);
-  // An empty operand may lack memory. target_device() tells torch the device of x.data, so that torch does not ask the
-  // driver.
+  // An empty operand may lack memory, so it is not copied. target_device() tells torch which device x.data is on.
+  // Without it, torch would ask the driver for this device.
   if (heads * rows * cols > 0)
     vectors.narrow(-1, 0, cols)
         .copy_(

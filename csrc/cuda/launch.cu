@@ -35,8 +35,9 @@ Error run_gradients_simt(const Params& p, Stream stream) {
 // or the gradient of a mask that is summed over rows.
 bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
 
-// Whether launch_delta_mma() can write `delta`. The rows of its inputs must be vectors. Kernels without tensor cores
-// must not read this `delta`, because they need the order of summation of DeltaSimt.
+// Whether launch_delta_mma() can write `delta`. Its kernel loads 16 bytes at a time, so the rows of all inputs must
+// consist of whole vectors (in_vectors()). Kernels without tensor cores must not read this `delta`, because they need
+// the order of summation of DeltaSimt.
 bool delta_takes_vectors(const BackwardParams& p) {
   return !sums_simt(p) && p.output.dtype == p.query.dtype && in_vectors(p, p.output, p.value_dim) &&
          (!p.residual.data || in_vectors(p, p.residual, p.value_dim));

@@ -50,8 +50,8 @@ template <class Shared, class Params>
   return cudaGetErrorString(error);
 }
 
-// Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks says how many blocks a
-// multiprocessor must have registers for at a time. If kBlocks is 0, the compiler chooses how many registers a thread
+// Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks is the number of blocks whose
+// registers must fit into a multiprocessor at a time. If kBlocks is 0, the compiler chooses how many registers a thread
 // has.
 template <class Kernel, class Params>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(const __grid_constant__ Params p) {

@@ -102,8 +102,8 @@ class Kept {
     for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
   }
   // `node`: pointer_to() of the node that keeps the tensors. An absent tensor stays absent. If the caller has changed a
-  // tensor in place since the forward, torch throws. This function adds to the error the name of the argument, which
-  // torch does not know, and a way out.
+  // tensor in place since the forward, torch throws. This function adds the name of the argument to torch's error,
+  // because torch does not know this name. It also adds how the caller can avoid the error.
   void unpack(T& argument, const decltype(pointer_to(nullptr))& node) const {
     const auto unpack = [&](size_t i, auto& field) {
       try {
@@ -213,8 +213,8 @@ struct AttentionNode : torch::autograd::Node {
   }
 };
 
-// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T and `outputs`, which
-// says which results are wanted.
+// A node of an operator whose results `formula` can compute. `formula` takes arguments of types T, and then `outputs`.
+// `outputs` says which results are wanted.
 template <Name name_, auto formula, class Outputs, class... T>
 struct FormulaNode : AttentionNode<name_, T...> {
   Outputs outputs;

@@ -180,7 +180,7 @@ inline bool is_8_bit(const std::optional<at::Tensor>& t) { return t && is_8_bit(
 constexpr auto kAbout =
     std::apply([](const auto&... a) { return std::array{static_cast<About>(a)...}; }, Call::kArguments);
 
-// The arguments for which takes(number of the argument, its kind) is true: a view of Call (operator.h).
+// A view of Call (operator.h). takes(i, kind) says whether the view has argument number i, which is of this kind.
 template <bool (*takes)(size_t, Kind)>
 struct Arguments {
   using Data = Call;
@@ -282,8 +282,8 @@ T map_inputs(T s, const auto& f) {
   return s;
 }
 
-// Makes a call from the arguments of sdpa_stats, which has no value. The key takes the place of the value, because only
-// the value's number of heads matters.
+// Makes a call from the arguments of sdpa_stats, which takes no value tensor. The key takes the place of the value,
+// because only the value's number of heads matters.
 inline Call with_key_as_value(Call scores) {
   scores.value = scores.key;
   return scores;
@@ -303,7 +303,7 @@ struct OfInputs {
                     x.distance_terms, x.table_0, x.table_1, x.table_2, x.table_3);
   }
 };
-// The tables of a call, a direction or gradients.
+// The tables in x, which is a call, a direction or a struct of gradients.
 auto tables_of(auto& x) { return std::array{&x.table_0, &x.table_1, &x.table_2, &x.table_3}; }
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;

@@ -122,8 +122,8 @@ void check_third_derivative(const Call& call) {
               "and second derivatives");
 }
 
-// Returns the mask, or a direction of the mask, in a shape that broadcasts to the scores. With packed sequences the
-// result has one column for each key of the call.
+// `mask` is the mask of the call, or the tangent of the mask (Direction::attn_mask). Returns `mask` in a shape that
+// broadcasts to the scores. With packed sequences the result has one column for each key of the call.
 std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
   if (!mask || !call.is_packed()) return mask;
   const Packed packed(shape, call, mask->options());
@@ -279,8 +279,8 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
   check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoGradMode enable(true);
-  // Computes grad_x <t, J'u> by differentiating twice. u and t may themselves depend on x. Because of the aliases, no
-  // gradient runs through that dependence.
+  // Computes grad_x <t, J'u> by differentiating twice. u and t may themselves depend on x. No gradient runs through
+  // that dependence, because independent() makes aliases of x, u and t.
   const Call x = independent(call);
   const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, x);
   const WideWeights wide = wide_weights(shape, x);

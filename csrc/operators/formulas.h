@@ -10,8 +10,8 @@
 
 namespace attn {
 
-// Returns an alias of an argument of a formula. A gradient with respect to the alias does not run through the history
-// of another argument, even if that history contains t.
+// Returns an alias of `t`, an argument of a formula. A gradient with respect to the alias does not run through the
+// history of another argument, even if that history contains `t`.
 at::Tensor independent(const at::Tensor& t);
 template <Struct T>
 T independent(const T& tensors) {
@@ -40,7 +40,8 @@ struct WantedWeights {
 // masked row. Scores and weights are rounded to the query's type. Ignores dropout_p. Results that are not wanted are
 // undefined. The formula computes no output.
 OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
-// Computes the same by the CPU's kernel (run.cpp), which can also compute the output. That output has no derivative.
+// Computes the same scores and weights by the CPU's kernel (run.cpp), which can also compute the output. That output
+// has no derivative.
 OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
 // Calls compute_weights(), and lets autograd record the call (autograd.cpp).
 OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);

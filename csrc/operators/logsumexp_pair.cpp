@@ -34,9 +34,10 @@ Tensor logsumexp_of_pair(const Tensor& pair, const Call& call) {
   const Tensor first = pair.select(-1, 0).to(at::kDouble), second = pair.select(-1, 1).to(at::kDouble);
   return call.query.is_cpu() ? first * unit_of_pair(call) + second / kLog2E : first + second;
 }
-// The inverse of logsumexp_of_pair(). `reference` holds, for each row, the largest first number of the pairs that the
-// parts returned. On the CPU `reference` becomes the first number of the result, so that the second number is small. If
-// a sink is far above the scores, the merged logsumexp becomes the first number instead.
+// The inverse of logsumexp_of_pair(). Each of the merged calls returned a pair for every row. `reference` holds, for
+// each row, the largest of the first numbers of these pairs. On the CPU `reference` becomes the first number of the
+// result, so that the second number is small. If a sink is far above the scores, the merged logsumexp becomes the first
+// number instead.
 Tensor pair_of_logsumexp(const Tensor& logsumexp, const Tensor& reference, const Call& call) {
   const auto dtype = compute_dtype(call.query);
   const bool is_cpu = call.query.is_cpu();

@@ -13,9 +13,9 @@
 //
 // BackwardOp::call(saved, call) calls the operator. BackwardOp::kernel<f> turns a function f(saved, call) into one that
 // the dispatcher expects, f(output, logsumexp, query, key, ...). If f returns a struct, the dispatcher gets a tuple. An
-// operator may take only some fields of a struct, or take them in another order. Its type then names a view in place of
-// the struct. A view is a type whose Data is the struct and whose fields() lists the fields. The operator's functions
-// still take the whole struct:
+// operator may take only some fields of a struct, or take them in another order. In the type of such an operator, a
+// view takes the place of the struct. A view is a type whose Data is the struct and whose fields() lists the fields.
+// The operator's functions still take the whole struct:
 //
 //   struct KeyAlone {
 //     using Data = Call;

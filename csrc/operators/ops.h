@@ -1,5 +1,5 @@
-// The operators as C++ calls them, their results, and their arguments beside a call. schema.cpp has their schemas and
-// says what they compute.
+// The operators as C++ types (operator.h), the structs of their results, and the structs of their arguments other than
+// Call. schema.cpp has the schemas of the operators and says what they compute.
 #pragma once
 
 #include "attn/sdpa.h"
@@ -105,7 +105,8 @@ auto attend_by_forward(const Call& call, const std::optional<at::Tensor>& rng_st
   return results_for<Op>(saved.output, rows);
 }
 
-// Returns the output. Calls sdpa if sdpa can take the call, because exported programs show which operator was called.
+// Returns the output. Calls sdpa if sdpa can take the call, so that an exported program contains sdpa and not the more
+// general attention.
 inline at::Tensor attend(const Call& call) {
   return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(call).output;
 }

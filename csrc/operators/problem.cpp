@@ -233,8 +233,8 @@ void ProblemBuilder::add_program(const Call& call) {
 }
 
 // Tries to replace the mask_mod by an equal window, because a window is faster. Returns whether it has done so. A
-// window equals a mask_mod that depends on the distance i - j alone and shows exactly the distances of an interval that
-// includes 0.
+// mask_mod equals a window if it depends on the distance i - j alone, and shows exactly the distances of an interval
+// that includes 0.
 bool ProblemBuilder::is_window(const Call& call) {
   const List& list = mask_->list;
   Visibility& v = problem_.visibility;

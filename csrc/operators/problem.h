@@ -28,13 +28,13 @@ class ProblemBuilder {
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
-  // Adds the scale of `of`, which is the key or the value, if there is a scale.
+  // `of` is the key or the value. Adds its scale, if there is one.
   void add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
   // Returns a pointer to the elements of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);
-  // Returns the same for a tensor with one number per head, converted to the compute dtype and expanded to [batch,
-  // heads]. Returns null if there is no tensor.
+  // Does what contiguous() does for a tensor with one number per head, after converting it to the compute dtype and
+  // expanding it to [batch, heads]. Returns null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
   // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.

@@ -78,8 +78,9 @@ class Graph {
     return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
   }
 
-  // Adds an operation whose result has `type`. Simplifies the operation if that changes at most a rounding. Moves
-  // factors that are the same for all pairs out of sums and products, so that these factors merge into one.
+  // Adds an operation whose result has `type`. Simplifies the operation if the result then differs by at most a
+  // rounding error. Moves factors that are the same for all pairs out of sums and products, so that these factors merge
+  // into one.
   int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
     switch (op) {
       case Op::add:
@@ -323,9 +324,10 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (uses[n] > 0)
       for (const int operand : values[n].from)
         if (operand != kNone) ++uses[operand];
-  // Fuses an operation into the operation that reads its result, if no other operation reads it. The fused operations
-  // are: a number of a table plus a value or a product (lookup); a sum or difference of a product and a value (fma,
-  // fms, fnma); and tanh with a factor of its argument and a factor of its result.
+  // Fuses two operations into one if the second operation is the only one that reads the result of the first:
+  // - lookup: a number of a table, plus a value or a product
+  // - fma, fms, fnma: a product plus a value, a product minus a value, a value minus a product
+  // - tanh: z * tanh(x * y), if y and z are the same for all pairs
   const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
   for (int n = 0; n < g.size(); ++n) {
     Value& v = values[n];
@@ -623,8 +625,9 @@ struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
 };
 
-// Looks for a value through which every result reads the score, so that no result needs the score itself. The value
-// must cost more than a product: tanh, exp, exp2, log or log1p. Returns kNone if there is no such value.
+// Looks for a value such that every result depends on the score only through this value. No result then needs the score
+// itself. The value must cost more than a product: tanh, exp, exp2, log or log1p. Returns kNone if there is no such
+// value.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;
@@ -642,7 +645,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
   // Makes a list in which product * scale takes the place of the score. If `kept` is given, the kernel has stored value
-  // `kept`, and the leaf `product` reads it.
+  // number `kept` in place of the product, and the leaf `product` stands for this value.
   const auto take = [&](List& view, std::vector<Result> results, int kept = kNone) {
     std::unordered_map<int, int> built = {
         {g.leaf('f', {Leaf::score}), g.add(Op::mul, g.leaf('f', {Leaf::product}), g.leaf('f', {Leaf::scale}))}};

@@ -26,7 +26,7 @@ Switch replacing;
 std::atomic<int64_t> calls = 0;      // answered by attn::sdpa
 std::atomic<int64_t> passed_on = 0;  // answered by the built-in while switched on
 
-// Set while the library is loaded, see replace_on().
+// While the library is being loaded, it calls replace_on(), which sets these functions.
 constinit std::array<bool (*)(c10::Device), c10::COMPILE_TIME_MAX_DEVICE_TYPES> runs_on_of_type{};
 
 }  // namespace
@@ -77,7 +77,8 @@ torch::Library put_in_place(DispatchKey key) {
 }
 
 // PyTorch warns once in a process, when the first kernel replaces another. This replacement is intended, so its warning
-// is silenced. WarnAlways keeps PyTorch's single warning available for another replacement.
+// is silenced. Under WarnAlways, PyTorch does not count this warning as its single one, so it can still warn if another
+// kernel is replaced.
 std::array<torch::Library, 3> put_in_place() {
   struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}

@@ -12,7 +12,7 @@ void replace_on(c10::DeviceType type, bool (*runs_on)(c10::Device));
 bool is_switched_on();
 void count_replaced_call();
 
-// Registers kernels of flash attention's operators where torch has none (replace_varlen.cpp).
+// Registers CPU kernels for those operators of flash attention for which torch has no CPU kernels (replace_varlen.cpp).
 torch::Library put_flash_attention_in_place();
 
 }  // namespace attn

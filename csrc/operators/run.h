@@ -33,7 +33,8 @@ struct Device {
   // null data. Writes tangent_output, tangent_logsumexp and, if its data is not null, tangent_residual. There may be no
   // keys.
   Run<TangentParams>* tangent;
-  // Reads what the backward reads, `t` and the tangent's three results. Writes what the backward writes.
+  // Reads everything that the backward reads, and also `t` and the three results of the tangent. Writes what the
+  // backward writes.
   Run<SecondParams>* second;
   // Writes the four statistics. There may be no keys.
   Run<StatsParams>* stats;
@@ -54,8 +55,8 @@ Statistics compute_stats(const Device& device, const Call& scores);
 // this pointer. The pointer is null in a library without CPU kernels.
 extern Run<WeightsParams>* run_weights_on_cpu;
 
-// The kernel of sdpa, attention or flex_attention. It asks is_over_processes(), as attend_autograd() does, because
-// attend_autograd() does not run in inference mode.
+// The kernel of sdpa, attention or flex_attention. It must ask is_over_processes() itself, because
+// attend_autograd(), which also asks, does not run in inference mode.
 template <class Op, const Device& device>
 auto attend_on(const Call& call) {
   if (is_over_processes()) return attend_over_processes<Op>(call);

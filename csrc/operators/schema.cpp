@@ -112,8 +112,9 @@ TORCH_LIBRARY(attn, m) {
   // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined if grad_input_mask does not ask for it.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
-  // J t for a direction t. tangent_residual is the exact minus the rounded tangent_output. tangent_logsumexp has two
-  // numbers per row, [*, H, L, 2]. Their sum is the derivative of the row's logsumexp along t.
+  // J t for a direction t. tangent_residual is the exact tangent of the output minus tangent_output, which is rounded.
+  // tangent_logsumexp has two numbers per row, [*, H, L, 2]. Their sum is the derivative of the row's logsumexp along
+  // t.
   define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse is J'du + H, and reverse over forward is (J'u, H). The Hessian is symmetric, so the same H serves all
@@ -139,18 +140,18 @@ TORCH_LIBRARY(attn, m) {
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
-  // Adds `change` to the sum of this switch (switches.h), and returns the sum. While the sum is positive, calls are
-  // spread over several processes, and operators other than sdpa and attention raise an error.
+  // Changes a switch (switches.h), which keeps the sum of all its changes. Adds `change` to the sum, and returns the
+  // sum. While the sum is positive, calls are spread over several processes, and operators other than sdpa and
+  // attention raise an error.
   m.def("_over_processes(int change) -> int");
 
-  // Adds `change` to the sum of another switch, and returns the sum. While the sum is positive, attn::invariant() is
-  // on.
+  // Does the same with another switch. While the sum of its changes is positive, attn::invariant() is on.
   m.def("_invariant(int change) -> int");
 
-  // Adds `change` to the sum of this switch, and returns the sum. While the sum is positive, sdpa takes the place of
+  // Does the same with a third switch. While the sum of its changes is positive, sdpa takes the place of
   // aten::scaled_dot_product_attention.
   m.def("_replace_sdpa(int change) -> int");
-  // Whether the switch works for tensors of a device.
+  // Whether the switch of _replace_sdpa works for tensors of a device.
   m.def("_has_kernels(Device device) -> bool");
   // How many calls sdpa has answered while the switch was on, and how many it has left to the built-in.
   m.def("_replaced_calls() -> (int, int)");

@@ -87,7 +87,8 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
 }
 
 // Returns a hint if the tensors look like [B, L, H, E] and [B, S, H, E], with the length where the heads should be.
-// Call this function only for an error, because a comparison of sizes becomes a condition of an exported program.
+// Call this function only to write an error message, because a comparison of sizes becomes a condition of an exported
+// program.
 const char* layout_hint(const Tensor& query, const Tensor& key) {
   const bool looks_like_it = query.dim() == 4 && key.dim() == 4 &&
                              TORCH_GUARD_OR_FALSE(extent(query, 2).sym_eq(extent(key, 2))) &&

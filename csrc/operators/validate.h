@@ -23,7 +23,8 @@ struct Shape {
   c10::SymDimVector logsumexp() const { return expanded(heads, queries, 2); }
   // The sizes of a tensor with one number for each query or key of a head: [*batch, heads, length].
   c10::SymDimVector numbers(const c10::SymInt& length) const;
-  // The sizes of a tensor with one number per head: [*batch, heads], also if the call's tensors have no heads.
+  // The sizes of a tensor with one number per head: [*batch, heads]. If the tensors of the call have no dimension of
+  // heads, `heads` is 1.
   c10::SymDimVector of_heads() const;
   // The sizes of a tensor with one number per batch entry: [*batch], or [*batch, sequences].
   c10::SymDimVector of_entries() const;
@@ -38,7 +39,8 @@ inline void check_allowed(const char* op, const char* name, std::optional<double
   TORCH_CHECK(!number || allowed.holds(*number), op, ": ", name, " is ", *number, "; it must be ", allowed.text);
 }
 
-// Checks that `scale` fits `of` if `of` is a tensor of 8 bits, and that there is no `scale` if `of` is another tensor.
+// `of` is the key or the value. Checks that `scale` is given and fits if `of` has 8-bit numbers, and that no `scale` is
+// given otherwise.
 void check_scale(const char* op, const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
 // Validates a call in its constructor. The member functions check the other arguments of the private operators.

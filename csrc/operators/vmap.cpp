@@ -16,8 +16,8 @@ namespace {
 using at::Tensor;
 using at::functorch::RandomnessType;
 
-// The innermost vmap. The query of a mapped call is [mapped, leading dimensions..., head, L, E]; rank() is the number
-// of these dimensions.
+// The innermost vmap. The query of a mapped call is [mapped, leading dimensions..., head, L, E]. rank() is the number
+// of all dimensions of this query.
 class Batch {
  public:
   const Shape sample;  // the shape of one sample's call
@@ -42,7 +42,7 @@ class Batch {
   bool is_mapped(const std::optional<Tensor>& t) const { return t && is_mapped(*t); }
 
   // Unwraps t. If t is mapped, the mapped dimension comes first, then dimensions of size 1, then t's own dimensions.
-  // The result then has rank() - less dimensions; `less` counts the dimensions head, L and E that t lacks.
+  // The result then has rank() - `less` dimensions, where `less` is how many of the dimensions head, L and E t lacks.
   Tensor physical(const Tensor& t, int64_t less = 0) const {
     auto [x, dim] = at::functorch::unwrapTensorAtLevel(t, layer_.layerId());
     return dim ? padded(x.movedim(*dim, 0), less) : x;
@@ -115,8 +115,8 @@ class Batch {
   }
 
  private:
-  // Returns how many of the dimensions head, L and E a tensor lacks: a tensor of this kind or, in the second function,
-  // tensor number i of a struct T.
+  // Both functions return how many of the dimensions head, L and E a tensor lacks. The first function takes the kind of
+  // the tensor. The second function takes the number of the tensor among the tensors of a struct T.
   static constexpr int64_t less_of(Kind kind) {
     return kind == Kind::scales ? 1 : kind == Kind::heads ? 2 : kind == Kind::entries ? 3 : 0;
   }
@@ -139,9 +139,9 @@ class Batch {
   c10::impl::ExcludeDispatchKeyGuard guard_;
 };
 
-// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. The period is the number of
-// heads in one sample, so that the heads of every sample count from 0. Derivatives under another nesting of vmap then
-// get the random numbers of the forward.
+// Draws dropout's seeds for a mapped call: one for all samples, or one for each sample. Head numbers are taken modulo
+// the period of rng_state (core/params.h). The period is the number of heads in one sample, so that the heads of every
+// sample are numbered from 0. Derivatives under another nesting of vmap then get the random numbers of the forward.
 Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   c10::SymInt heads = batch.sample.heads;
   for (const c10::SymInt& size : batch.sample.batch) heads = heads * size;
@@ -156,7 +156,8 @@ Tensor draw_rng_state(const Batch& batch, bool one_each, const Tensor& query) {
   return one_each ? state : state.reshape({3});
 }
 
-// The arguments that the forward gets below the innermost vmap, where the mapped dimension is a leading dimension.
+// The arguments with which the innermost vmap calls the forward at the next lower level. There the mapped dimension is
+// an ordinary leading dimension.
 struct ForwardCall {
   Call call;
   std::optional<Tensor> rng_state;

@@ -100,7 +100,8 @@ def context_parallel(mesh: Any = None, **tensors: Tensor) -> Iterator[Batch]:
         sequence. The dictionary's ``cut(tensor, dim)`` returns this process's part of another
         tensor, and its ``join(tensor)`` joins the parts of all processes to ``[B, L, X]``. Loss and
         gradients are this process's share: the shares of all processes add up to the whole loss and
-        gradient. An attention returns None for logsumexp and largest scores.
+        gradient. Within the block, :func:`torch_attn.sdpa_with_logsumexp` returns None in place of
+        the logsumexp and in place of the largest scores.
 
     Raises:
         ValueError: tensors of different lengths, fewer than two tokens per process, or position_ids

@@ -3,8 +3,8 @@
 The operators take DTensors in a program that imports torch_attn and ``torch.distributed.tensor``,
 in either order. For each dimension of the mesh, a call is computed in one of the ways below. The
 placement of the query chooses the way. If the query is ``Replicate()``, the placement of the key
-chooses the way, and so on. DTensor's collectives redistribute each tensor whose placement does not
-fit the way. The result is the same as on a single process.
+chooses the way, and so on. If a tensor has another placement than the chosen way needs, DTensor's
+collectives redistribute the tensor. The result is the same as on a single process.
 
 - ``Replicate()``.
 - ``Shard`` of a leading dimension. Tensors that lack this dimension, or have size 1 in it, are
@@ -145,7 +145,10 @@ class _Sharded:
             self._choose()
 
     def _own(self, name: str, m: int) -> int | None:
-        """Returns which dimension of an argument or a result the mesh dimension m cuts."""
+        """Returns the dimension of an argument or a result that is sharded over mesh dimension m.
+
+        Returns None if there is no such dimension.
+        """
         dim, kind = self.dims[m], _kind(name)
         if kind in ("key", "value") and m == self.sequence and self.way == "ring":
             return int(self.tensors[kind].ndim + ROWS)
@@ -177,7 +180,7 @@ class _Sharded:
         return max(sizes) > 1 and all(size % devices == 0 for size in grouped)
 
     def _dim(self, m: int) -> int | None:
-        """Returns which dimension of the output the mesh dimension m cuts.
+        """Returns the dimension of the output that is sharded over mesh dimension m, or None.
 
         The first tensor that is cut determines the dimension. Query, key and value come first.
         """
@@ -276,14 +279,15 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # The last gradients are for functions of the pair. A call with DTensors has no such
-        # function, so these gradients are None.
+        # The schema ends with the gradients of the tensors that a score_mod or a mask_mod reads. A
+        # call with DTensors has no such function, so these gradients are None.
         return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
 
     def _result(self, name: str, local: Tensor | None) -> Any:
         """Makes the DTensor of a result.
 
-        If a gather or all_to_all redistributed an input, the gradient gets the input's placement.
+        If the method gather or all_to_all redistributed an input, the input's gradient gets the
+        placement that the caller gave the input.
         """
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

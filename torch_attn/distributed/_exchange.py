@@ -81,7 +81,10 @@ class Ring:
         return tensors if self.call.needed(process, block) else []
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields a block's number and tensors in each step; [] if this process needs no tensors."""
+        """Yields a block's number and the list of the block's tensors in each step.
+
+        The list is empty if this process does not need the block.
+        """
         layout, rank = self.call.layout, self.call.layout.rank
         steps = 1 if self.call.whole_queries else layout.world
         block = self._needed(rank, rank, self.own)

@@ -17,7 +17,10 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Returns an operator's tensor arguments, or all other arguments, as name -> default."""
+    """Returns arguments of an operator as name -> default.
+
+    If `of_tensors` is True, these are the arguments that take tensors, else all other arguments.
+    """
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
@@ -114,8 +117,8 @@ class Call:
     def _nearer(self) -> tuple[Tensor, list[int]]:
         """Reduces huge offsets and windows so that adding a position to an offset cannot overflow.
 
-        If both are huge, both are reduced by the same number. If only the offset is huge, a query
-        sees all keys or no key, and a smaller offset does not change this.
+        If an offset and a window are both huge, both are reduced by the same number. If only the
+        offset is huge, a query sees all keys or no key, and a smaller offset does not change this.
         """
         far, more = 2**60, sum(self.layout.lengths)
         window = self.options["window_size"]
@@ -170,7 +173,7 @@ class Call:
 
 
 def _entries(cu_seq: Tensor | None, piece: Piece) -> tuple[Any, Any]:
-    """Returns, for each batch entry, its first row in a piece and its number of rows in the piece.
+    """Returns which rows of each batch entry are in a piece: a first row and a number of rows.
 
     Rows are counted from the entry's own first row.
     """

@@ -45,7 +45,10 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """Returns `some`, and then `rest` for each further input that has a derivative."""
+    """Returns a list with an entry for each input of the operators that may have a derivative.
+
+    The first entries are `some`. Every entry after them is `rest`.
+    """
     number = len(torch.ops.attn._sdpa_second.default._schema.returns)
     return [*some, *[rest] * (number - len(some))]
 
@@ -178,7 +181,10 @@ def gradients(
     grad_logsumexp: Tensor | None,
     wanted: Any,
 ) -> list[Tensor | None]:
-    """Returns the gradients in float32 or float64; of slopes and sinks, this process's share."""
+    """Returns the gradients of `inputs` in float32 or float64.
+
+    For slopes and sinks, the result is only this process's share of the gradient.
+    """
     query, key, value, mask, slopes, sinks = map(wide, inputs)
     grad_output = wide(grad_output)
     of_query, of_mask, of_slopes = (

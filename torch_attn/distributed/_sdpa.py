@@ -32,9 +32,10 @@ def sdpa(
 ) -> Tensor:
     """:func:`torch_attn.sdpa` over a sequence whose blocks are on the processes of a group.
 
-    Process r passes block r of the queries and block r of the keys and values. Process r gets block
-    r of the output of :func:`torch_attn.sdpa` for the whole sequence. Blocks may have any length,
-    also 0. All processes must call this function together, with the same options.
+    Process r calls this function with block r of the queries and block r of the keys and values.
+    The result on process r is block r of the output of :func:`torch_attn.sdpa` for the whole
+    sequence. Blocks may have any length, also 0. All processes must call this function together,
+    with the same options.
 
     Args:
         query: ``[..., Hq, L_r, E]``, block r of the ``L`` queries.

@@ -2,9 +2,10 @@
 
 A stack is a model that owns layers. This module replaces the stack's forward, because some callers
 do not run hooks. The new forward makes a :class:`_Plan` from the mask of padding and adds the plan
-to the keyword arguments. transformers hands these arguments on to every layer. So the model stores
-nothing of a call: threads, graphs and recomputation in a backward see the plan of their own call.
-nn.TransformerEncoder does not hand keyword arguments on, so its plan is in a ContextVar.
+to the keyword arguments. transformers hands these arguments on to every layer. So the model itself
+stores nothing about a call. Each thread and each compiled graph reads the plan of its own call. If
+a backward computes layers again, it reads the plan of the call that it repeats.
+nn.TransformerEncoder does not hand keyword arguments on, so a ContextVar holds its plan.
 """
 
 from __future__ import annotations
@@ -398,7 +399,8 @@ def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output
 def _guard_backward(known: _Stack, layer: nn.Module, states: Tensor) -> None:
     """Refuses a backward that computes layers again (checkpointing) after `unpad` has ended.
 
-    By then, the layers may have another attention, which would let sequences attend to each other.
+    After `unpad` has ended, the model may use another attention implementation. That implementation
+    would let packed sequences attend to each other.
     """
 
     def check(_: Tensor) -> None:

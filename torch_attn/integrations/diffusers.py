@@ -24,7 +24,8 @@ from torch_attn._import import import_of, install
 
 __all__ = ["attention_forward", "calls", "register", "unregister"]
 
-# The names that register() took from diffusers' backends, with the entries of each backend.
+# The names under which register() replaced a backend of diffusers. Each name maps to the entries
+# that the replaced backend had in the tables of diffusers' registry.
 _taken: dict[str, dict[str, Any]] = {}
 _TABLES = ("_backends", "_constraints", "_supported_arg_names")
 
@@ -68,7 +69,7 @@ def register(name: str = "attn") -> str:
 
 
 def unregister(name: str) -> None:
-    """Gives a name that :func:`register` took, such as "native", back to diffusers.
+    """Restores the backend that :func:`register` replaced under a name, such as "native".
 
     Models attend with diffusers' own backend from their next call on.
 
@@ -76,7 +77,7 @@ def unregister(name: str) -> None:
         name: the name that was passed to :func:`register`.
 
     Raises:
-        ValueError: :func:`register` did not take that name from another backend.
+        ValueError: `attn` does not replace a backend of that name.
     """
     if name not in _taken:
         taken = ", ".join(map(repr, _taken)) or "none"

@@ -114,7 +114,7 @@ def unregister(name: str) -> None:
         name: the name that was passed to :func:`register`.
 
     Raises:
-        ValueError: :func:`register` did not take that name from another implementation.
+        ValueError: `attn` does not replace an implementation of that name.
     """
     if name not in _taken:
         taken = ", ".join(map(repr, _taken)) or "none"
@@ -140,13 +140,15 @@ def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCach
         dtype: :attr:`torch.int8` or :attr:`torch.float8_e4m3fn`.
 
     Returns:
-        A :class:`transformers.Cache`, for the argument `past_key_values` (`cache` from transformers
-        5.24 on) of one call of `model.generate`, or of the model.
+        A :class:`transformers.Cache`. Pass the cache as `past_key_values` to one call of
+        `model.generate`, or to the model itself. From transformers 5.24 on, the argument is also
+        called `cache`.
 
     Raises:
-        ValueError: the dtype is another dtype; or a layer of the model needs a cache of another
-            kind, such as a sliding window. The first call of the model raises ValueError if the
-            model uses another attention or does not pass its keyword arguments on.
+        ValueError: `dtype` is neither int8 nor float8_e4m3fn; or the model has cross-attention; or
+            a layer of the model needs a cache of another kind, such as a sliding window. The first
+            call of the model raises ValueError if the model uses another attention or does not pass
+            its keyword arguments on.
 
     Example:
         ::
@@ -169,9 +171,10 @@ def unpad(model: nn.Module) -> Unpadded:
     more.
 
     Args:
-        model: a model of transformers with `_can_record_outputs["hidden_states"]`, which must keep
-            our attention as long as `unpad` is on; or :class:`torch.nn.TransformerEncoder` after
-            :func:`torch_attn.convert`; or a module that holds such models.
+        model: a model of transformers with `_can_record_outputs["hidden_states"]`, a
+            :class:`torch.nn.TransformerEncoder` after :func:`torch_attn.convert`, or a module that
+            holds such models. As long as `unpad` is on, a model of transformers must keep our
+            attention.
 
     Returns:
         A handle for ``with``. Without ``with``, call its `remove()` at the end.
@@ -480,9 +483,10 @@ def _mask_function() -> Callable[..., Tensor | _Pattern | None]:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """The keys that a query sees, as options. :func:`attention_forward` gets a pattern as its mask.
+    """Says which keys each query sees, as options of :func:`torch_attn.sdpa`.
 
-    Query i sees key j if ``-left <= j - i - offset <= right`` and key j is no padding.
+    :func:`attention_forward` gets a pattern as its mask. Query i sees key j if
+    ``-left <= j - i - offset <= right`` and key j is no padding.
 
     A pattern is not a tensor. So a model that computes with its mask raises an error. In a graph,
     `left` is a constant, because it comes from the model's window. `offset` is a tensor, because it
@@ -719,7 +723,7 @@ class _Texts:
 
 
 def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, _Texts] | None:
-    """Returns the mask function inside each packed sequence, and the packed sequences.
+    """Returns the mask function that each packed sequence has on its own, and the sequences.
 
     Returns None if sequences are not packed, or if the call needs a mask of L x S.
     """
@@ -786,9 +790,11 @@ def _interfaced(config: type) -> bool:
 
 @functools.cache
 def _computes_with_masks(config: type) -> bool:
-    """Whether models always need a mask, because their code sets `allow_is_causal_skip`.
+    """Whether some model with this configuration always needs a mask.
 
-    The value of the argument cannot show this: with packed sequences, it is False for all models.
+    The source code of such a model mentions the argument `allow_is_causal_skip`. The value of this
+    argument does not show which models need a mask, because with packed sequences the value is
+    False for all models.
     """
     modules = {model.__module__ for model in _models(config)}
     try:
@@ -800,7 +806,7 @@ def _computes_with_masks(config: type) -> bool:
 
 @functools.cache
 def _all_models(config: type, attribute: str) -> bool:
-    """Whether all imported models with this configuration set this attribute."""
+    """Whether `attribute` is True in all imported model classes with this configuration."""
     found = [bool(getattr(model, attribute, False)) for model in _models(config)]
     return bool(found) and all(found)
 

@@ -22,9 +22,9 @@ _DIRECTIONS = np.linspace(0, 2 * np.pi, 24, endpoint=False)
 class Labels(Artist):
     """Places the labels of points at every draw of the axes; draws nothing itself.
 
-    The sizes of text and axes are known only at a draw. Matplotlib draws artists in the order of
-    their `zorder`. This artist has the least `zorder`, so it places labels before matplotlib draws
-    the labels.
+    The sizes of text and axes are known only when matplotlib draws the figure. Matplotlib draws
+    artists in the order of their `zorder`. This artist has the least `zorder`, so it places labels
+    before matplotlib draws the labels.
 
     Labels are placed one after another, bold labels first, each at the cheapest place near its
     point. A label is left out if every place would cover another label or leave the axes.

@@ -221,7 +221,10 @@ def _scale(
 
 
 def _kind(values: Array) -> str:
-    """Guesses what the numbers are from their range. Half types may round a weight above 1."""
+    """Guesses what the numbers are from their range.
+
+    Numbers up to 1.01 count as weights, because a half type may round a weight to more than 1.
+    """
     known = values[~np.isnan(values)]
     return "attention weight" if ((known >= 0) & (known <= 1 + 1e-2)).all() else "score"
 

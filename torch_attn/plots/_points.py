@@ -231,7 +231,7 @@ def _tsne(vectors: Array, perplexity: float, metric: str, seed: int) -> Array:
         ) from error
     # With init="pca", scikit-learn divides by the standard deviation of the first principal
     # component. If this deviation is 0, scikit-learn's compiled code reads out of bounds. So the
-    # points start at random if float32 may round all differences of the vectors away.
+    # points start at random if the vectors may all be equal after rounding to float32.
     spread = np.abs(vectors - vectors.mean(0)).max()
     directed = min(vectors.shape) > 1 and spread > 16 * np.finfo(np.float32).eps
     reduction = manifold.TSNE(

@@ -134,7 +134,7 @@ def axes_of(
 def legend(figure: Figure, ax: Axes | None, ours: Sequence[Any]) -> None:
     """Adds a legend within `ax`. If `ax` is None, adds it below the axes, where it covers nothing.
 
-    The legend lists all other labelled artists of the axes first, then `ours`.
+    The legend first lists the labelled artists of the axes that are not in `ours`, and then `ours`.
     """
     labelled, _ = (ax or figure.axes[0]).get_legend_handles_labels()
     handles = [*(handle for handle in labelled if handle not in ours), *ours]

@@ -7,9 +7,9 @@
 
 namespace attn::ATTN_ISA {
 
-// Only if a call has at least this many queries and this many keys, the tiles multiply numbers that must be split into
-// two bfloat16. In shorter sequences, splitting takes longer than the tiles save. (Relative to FMAs, the speed is 0.8
-// with 128 keys, 1.05 with 197 keys and 1.45 with 512 keys.)
+// The least number of queries, and of keys, with which the tiles multiply numbers that must be split into two bfloat16.
+// In shorter sequences, splitting takes longer than the tiles save. (Relative to FMAs, the speed is 0.8 with 128 keys,
+// 1.05 with 197 keys and 1.45 with 512 keys.)
 constexpr int64_t kLongInTwoParts = 192;
 
 // Configures eight tiles of 16 rows of 16 slots. A thread releases its tiles after its last task, because the operating

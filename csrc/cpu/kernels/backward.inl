@@ -325,8 +325,9 @@ struct Backward {
     }
   }
 
-  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Where dS is 0, selects 0 instead of multiplying,
-  // because dS must stay 0 at a hidden key even if the key holds a NaN.
+  // Turns dS into cap' dS, and t(dS) into cap' t(dS) + cap'' tz dS. Here tz is the derivative along t of z, the scaled
+  // product that the cap takes. Where dS is 0, this function writes 0 and does not multiply, because dS must stay 0 at
+  // a hidden key even if the key holds a NaN. The same holds for t(dS).
   static void differentiate_cap(const Params& p, const Buffers& b, const ScoreTile<T>& tile) {
     const auto cap = SoftCap<T>::of(p);
     each_vector(b.dx, tile.keys.size(), tile.lanes(), [&](Vec<T> ds, int64_t j, int64_t i) {
@@ -571,7 +572,8 @@ struct Backward {
 
   // The gradients of whole rows. A sink has the weight w = exp(sink - logsumexp) and the gradient -w (delta - g). A
   // number added to all scores of a row has the gradient sum_j dS_ij, which is g minus the gradient of the sink.
-  // kSecond gives the derivatives of both gradients, with t(w) = w (t(sink) - c).
+  // If kSecond, computes the derivatives of these two gradients along t. They contain t(w) = w (t(sink) - c), with
+  // c = t(logsumexp).
   static void rows(const Params& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace, 1, 0);
     RowState& state = b.states[0];

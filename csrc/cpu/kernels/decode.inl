@@ -15,9 +15,9 @@ struct Decode {
   using Piece = typename Few::template Piece<S>;
   static constexpr int W = kLanes<T>;
 
-  // The kernel takes at most kRows rows. If a set in which a lane multiplies two numbers at once also supports the
-  // problem, the kernel takes at most kRowsBesidePairs rows, because the forward of that set is faster from fewer rows
-  // on.
+  // The kernel takes at most kRows rows. It takes at most kRowsBesidePairs rows if the problem is also supported by
+  // another instruction set, in which a lane multiplies two numbers at once. With more rows, the forward of that set is
+  // faster than this kernel.
   static constexpr int64_t kRows = 8, kRowsBesidePairs = 4;
 
   // If derivatives will be computed, forward.inl computes the output, because derivatives compute scores in the same
@@ -90,7 +90,9 @@ struct Decode {
   template <int R, int N, bool kPrefetch, class Values>
   static void average(const Values& rows, int64_t col, int64_t keys, const T* x, const T* correction, T* output,
                       int64_t ld_output) {
-    // Several sums, because each addition waits for the one before. (Pairs are added in 8 vectors of one row.)
+    // An addition to a sum waits for the previous addition to the same sum. If there are few sums, this function keeps
+    // kChains copies of each sum and adds keys to the copies in turn, so that fewer additions wait. (With pairs, a row
+    // usually has 4 or 8 vectors, and so enough sums.)
     constexpr int kChains = R * N <= 2 && !Few::kPairs ? 4 : 1;
     Vec<T> sum[kChains][R][N] = {};
     const auto add = [&](const Vec<T>(&v)[N], const T* weights, int chain) {

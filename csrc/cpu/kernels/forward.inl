@@ -23,12 +23,13 @@ struct Forward {
   static constexpr int64_t kFewRows = F::kTiles ? 0 : 3 * W;
   static bool has_few_rows(const ForwardParams& p) { return p.rows() <= kFewRows; }
 
-  // The rows of a tile. With the processor's tiles, a tile of scores has only one panel of rows, because a product
-  // takes no more rows at once, and the data of two panels would not stay in the L1 cache.
+  // The rows of a tile. If the format uses the tile instructions of the processor, there is only one panel of rows, for
+  // two reasons: a product takes no more rows at once, and the data of two panels would not stay in the L1 cache.
   static constexpr int64_t kRows = F::kTiles ? kPanel<F> : kRowTile;
 
-  // Whether weights are rounded to one bfloat16, and a second product computes the rest, which is what O loses by this
-  // rounding. The kernel's output then has twice as many columns: first the columns of O, then the columns of the rest.
+  // Whether a second product computes the rest of O. The rest is the part of O that is lost because weights are rounded
+  // to one bfloat16. The kernel's output then has twice as many columns: first the columns of O, then the columns of
+  // the rest.
   static bool has_rest(const ForwardParams& p) { return F::kNumbers > 1 && F::kSummands == 1 && p.exact_residual; }
   static int64_t columns(const ForwardParams& p) { return p.value_dim * (has_rest(p) ? 2 : 1); }
 
@@ -87,8 +88,8 @@ struct Forward {
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
       size = arena.used();
     }
-    // Returns the columns of a state in blocks [depth][kRowTile], which all states share. If a tile has fewer than
-    // kRowTile rows, several tiles are side by side in a block.
+    // All states share one array of blocks [depth][kRowTile]. Returns the columns of one state in this array. If a tile
+    // has fewer than kRowTile rows, several tiles are side by side in a block.
     T* columns(T* blocks, int64_t depth, const RowState& state) const {
       const int64_t row = (&state - states) * kRows;
       return blocks + row / kRowTile * depth * kRowTile + row % kRowTile;
@@ -118,10 +119,10 @@ struct Forward {
     }
   }
 
-  // Turns the scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference), with slots
-  // along the keys. Multiplies the weights by the factors of dropout, if there are any. A reference moves to the
-  // largest score once this score is more than kLag powers of 2 above the reference. So no weight is larger than
-  // 2^kLag, and sums are seldom corrected.
+  // Turns the scores of N vectors of lanes, from `lane` on, into unnormalised weights exp(x - reference). A slot of
+  // weights holds neighbouring keys of one lane. Multiplies the weights by the factors of dropout, if there are any. A
+  // reference moves to the largest score once this score is more than kLag powers of 2 above the reference. So no
+  // weight is larger than 2^kLag, and sums are seldom corrected.
   template <int N>
   static ATTN_INLINE void softmax(const ForwardParams& p, const Buffers& b, RowState& state, const Rows<T>& values,
                                   int64_t keys, int64_t lane) {

@@ -1,13 +1,13 @@
 // The table of one instruction set, and which kernel runs when:
 //
-// - decode: calls with few queries, if no derivatives will be computed, in a set that decodes (Decode::takes). Reads
-//   each key and value once for all queries of a group of heads. Memory limits its speed.
+// - decode: calls with few queries, if no derivatives will be computed and the set has this kernel for the call
+//   (Decode::takes). Reads each key and value once for all queries of a group of heads. Memory limits its speed.
 // - forward: all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
 //   mask once for each head. If heads share a mask, a byte per tile says which tiles must read the mask (look_at_mask).
 //   Products limit the speed.
 // - backward: computes the gradients and, as `second`, their derivative. Reads each key and value once for the rows
-//   that fit into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Computes gradients of whole
-//   rows, as of sinks, in a separate pass over the rows.
+//   that fit into the L2 cache (rows_per_pass), and each row once for every chunk of keys. Computes the gradients of
+//   sinks, and of a mask with one number per row, in a separate pass over the rows.
 // - tangent: a task has one tile of rows, and reads keys, values and their tangents once.
 // - stats: makes one pass over the keys, as the forward does, and one pass over the rows. The second pass computes the
 //   scores again. If rows are few (FewStats::takes), it reads stored scores instead.
@@ -25,7 +25,7 @@
 
 namespace attn::ATTN_ISA {
 
-// The struct Formats tells a KernelTable how its set multiplies:
+// The struct Formats describes how the instruction set of a KernelTable multiplies:
 // - takes(p): whether one of the set's formats holds the factors of products, which may be rounded to p.factor_bits
 // - with(p, f): calls f with this format
 // - kOnThread: what a thread calls before its first task and after its last one

@@ -11,8 +11,9 @@ template <Format F>
 struct Prepacked {
   using T = typename F::Number;
 
-  // Whether to pack the keys and values: several tasks must read the packed numbers, which may take at most about as
-  // much memory as queries and outputs. Numbers of 8 bits are not packed, because packing would double their memory.
+  // Whether to pack the keys and values. Packing pays only if several tasks read the packed numbers, and if these
+  // numbers take at most about as much memory as queries and outputs. Numbers of 8 bits are not packed, because packing
+  // would double their memory.
   static bool pays(const ForwardParams& p) {
     return F::kTiles && !p.paging.table && size_of(p.key.dtype) > 1 && size_of(p.value.dtype) > 1 &&
            p.row_tasks() > 1 && p.keys * (p.key_heads + p.value_heads) <= 2 * p.queries * p.heads;

@@ -77,8 +77,8 @@ void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T refer
   to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
 }
 
-// Writes the residual of a row, row - rounded + rest, after the rounded output is stored. `rest` may be null.
-// Overwrites `row`. `scratch` is as large as `row`.
+// Writes the residual of one row of the output, after the rounded row is stored. The residual is `row` minus the stored
+// row, plus `rest` unless `rest` is null. Overwrites `row`. `scratch` is as large as `row`.
 template <class T>
 void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest, const Results<T>& to, T* scratch) {
   pack_rows<T>(scratch, p.value_dim, block_of(p, to.output, at.n, at.head, at.position), 1, p.value_dim);
@@ -86,9 +86,9 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
   unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
 }
 
-// Writes the output of one row, row / sum, and then calls write_numbers() for the row. `rest` is what the row lost when
-// its weights were rounded, or null. The residual includes `rest`. Overwrites `row` and `rest`. A residual needs
-// `scratch`, which is as large as `row`.
+// Divides `row` by `sum`, writes the quotient as the output of one row, and then calls write_numbers() for this row.
+// `rest` is what the row lost when its weights were rounded, or null. The residual includes `rest`. Overwrites `row`
+// and `rest`. A residual needs `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {

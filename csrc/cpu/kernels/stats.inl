@@ -308,8 +308,8 @@ struct FewStats {
   using Few = FewRows<Singles<T>>;
   static constexpr int W = kLanes<T>;
 
-  // The largest number of rows that FewStats takes if a set in which a lane multiplies two numbers at once also
-  // supports the problem. It was measured. See Decode.
+  // Another instruction set, in which a lane multiplies two numbers at once, may support the problem, too. FewStats
+  // then takes at most kRowsBesidePairs rows. This number was measured. See Decode.
   static constexpr int64_t kRowsBesidePairs = 12;
   static bool takes(const StatsParams& p, bool beside_pairs) {
     return Few::takes(p, beside_pairs ? kRowsBesidePairs : Few::kMost);

@@ -14,6 +14,6 @@
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_portable.inl"
 #endif
 #include ATTN_INSTRUCTIONS
-// core/score.h is included in the target region, because the kernels call its functions with vectors. These functions
-// are always inlined, so the object file has no code of their own.
+// core/score.h is included in the target region, because the kernels call its functions with vectors. The object file
+// contains no separate copies of these functions, because they are always inlined.
 #include "core/score.h"

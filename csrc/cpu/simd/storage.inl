@@ -54,9 +54,9 @@ ATTN_INLINE Vec<T> load_as(const Int8* p) {
   __builtin_memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(widened(bytes), Vec<T>);
 }
-// Loads the numbers divided by kFloat8, because a half with the exponent and mantissa bits of a Float8 is 1 / kFloat8
-// times the Float8, whether the half is normal or subnormal. To make up for it, read_scales() multiplies scales by
-// kFloat8.
+// Loads the numbers divided by kFloat8. Copies the exponent and mantissa bits of a Float8 into a half. The half, normal
+// or subnormal, is the Float8 divided by kFloat8 = 2^8, because the exponent bias is 7 in a Float8 and 15 in a half. To
+// make up for this factor, read_scales() multiplies scales by kFloat8.
 constexpr float kFloat8 = 0x1p8f;
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Float8* p) {

@@ -85,10 +85,10 @@ ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {
 #endif
 }
 
-// Returns the vector whose lane j is the sum of the elements of row j, for kLanes rows. As in a transposition, a step
-// takes the even and the odd units of two vectors, but adds them. So kRows rows become one vector, which has
-// kLanes / kRows partial sums of each row. row(i) returns row i, or the vector that the kDone rows from row i * kDone
-// on became.
+// Returns the vector whose lane j is the sum of the elements of row j, for kLanes rows. A step makes a vector of the
+// even units and a vector of the odd units of two vectors, as a step of a transposition does, and then adds both. So
+// kRows rows become one vector, which has kLanes / kRows partial sums of each row. If kDone is 1, row(i) returns row i.
+// Otherwise earlier steps have made one vector of each kDone rows, and row(i) returns vector number i.
 template <class T, int kRows = kLanes<T>, int kDone = 1, class Row>
 ATTN_INLINE Vec<T> sums_of_rows(Row row) {
   if constexpr (kRows == kDone) {

@@ -2,8 +2,9 @@
 // Rows of K (and of V, in decode.inl) are usually read without packing, whatever their type and length: see in_place().
 // Each row is read once for all queries that share it.
 //
-// A format of pairs (formats_bf16.inl) multiplies two neighbours in a lane. Then bfloat16 and numbers of 8 bits stay
-// bfloat16 (words.inl), and take half as many products.
+// With a format of pairs (formats_bf16.inl), each lane multiplies two neighbouring numbers of one operand by two of the
+// other, and adds both products. Operands of bfloat16 are then used as they are, numbers of 8 bits become bfloat16
+// (words.inl), and half as many instructions suffice.
 #pragma once
 
 #include "cpu/tiles/scores.inl"
@@ -19,8 +20,9 @@ struct FewRows {
   static constexpr int kAtOnce = 4;     // rows that share a load
 
   // Here every score is a sum across the lanes of a vector. If keys are short, these sums take much of the time, so the
-  // products of gemm.inl are faster from fewer queries on. `most` is the largest number of rows for which this code is
-  // faster. It was measured for each kernel with keys in memory, not in the cache, because this code prefetches keys.
+  // products of gemm.inl overtake this code at a smaller number of queries. `most` is the largest number of rows for
+  // which this code is faster. It was measured for each kernel with keys in memory, not in the cache, because this code
+  // prefetches keys.
   static bool takes(const Problem& p, int64_t most) {
     if (kPairs && (p.query.dtype != DType::bf16 || p.head_dim % (2 * W) != 0)) return false;
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
@@ -59,8 +61,8 @@ struct FewRows {
 
   // Writes x[r * ld + j], the scores of the tile of keys that begins with `first`, or products if leaves_products().
   // Writes -inf where a row does not see a key. If a mask hides the last keys of the tile from all rows, does not read
-  // these keys and writes nothing for them. Returns the number of keys before them. Does not prefetch keys from `last`
-  // on.
+  // these keys and writes nothing for them. Returns the number of the tile's keys without these hidden keys. Does not
+  // prefetch keys from `last` on.
   int64_t scores(const Problem& p, int64_t first, int64_t last, T* x, int64_t ld) const {
     const int64_t keys = read_mask(p, first, smaller(kKeyTile, last - first));
     if (keys == 0) return 0;
@@ -146,9 +148,10 @@ struct FewRows {
     if constexpr (N > 1) rest<N - 1>(count, first, f);
   }
 
-  // Calls f(std::integral_constant<int, V>), where V is the number of vectors of a row if it is 2, 3 or 4 and the row
-  // needs no conversion, else 0. (In a short row, a loop over the vectors would take as long as their arithmetic.) Rows
-  // of words are short up to 8 vectors, and also if they need a conversion.
+  // Calls f(std::integral_constant<int, V>). V is the number of vectors of a short row, and 0 for any other row. (In a
+  // short row, a loop over the vectors would take as long as their arithmetic.) A row is short if it has 2, 3 or 4
+  // vectors of W columns and needs no conversion. With a format of pairs, a row is short if it has 4 or 8 vectors of W
+  // columns, with or without a conversion.
   template <class S, class Function>
   static ATTN_INLINE void with_vectors(int64_t cols, Function f) {
     const int64_t vectors = (cols + W - 1) / W;
@@ -167,8 +170,9 @@ struct FewRows {
   static bool in_place(const Operand& x, int64_t cols) { return x.col == 1 && (cols % W == 0 || x.row >= W); }
 
   // Whether load_two() de-interleaves a row, so that even columns come first, then odd columns. apart() puts queries
-  // and packed rows in this order. together() puts the output back in the order of columns, also from the order of
-  // pairs_of_rows(). If a row ends with a single vector, this vector stays as it is.
+  // and packed rows in this order. together() puts the columns of the output back in their own order. With a format of
+  // pairs, the output has the order of pairs_of_rows(), and together() undoes this order. If a row ends with a single
+  // vector, this vector stays as it is.
   static bool takes_turns(DType dtype) { return dtype == DType::bf16 && !kPairs; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
@@ -186,8 +190,8 @@ struct FewRows {
     }
   }
 
-  // Calls f(WholeVectors) with the rows of a block, which are read in place if `in_place`, else packed. load_two()
-  // reads the first `paired` columns of a row.
+  // Calls f(WholeVectors) with the rows of a block. f reads the rows in place if `in_place`, else from packed copies in
+  // `tile`. f reads the first `paired` columns of a row by load_two().
   template <class Function>
   static ATTN_INLINE void with_rows(const Pieces& pieces, int64_t rows, int64_t cols, int64_t paired, T* tile,
                                     int64_t ld, bool in_place, Function f) {
@@ -225,9 +229,12 @@ struct FewRows {
   }
 
  private:
-  // Multiplies R queries with the kKeys keys from `first` on, or with the last key in place of keys behind it. Writes a
-  // vector of partial sums, which sums_of_rows() makes of the keys' products, to sums + r * W * W for query r. Each
-  // vector of a query is loaded once for all kKeys keys. V: the number of vectors of a row, or 0 for any number.
+  // How many vectors of products multiply() adds in registers. Compilers keep sums in registers only if V is known.
+  template <int kKeys, int V>
+  static constexpr int kAdded = V > 0 ? kKeys : 1;
+  // Multiplies R queries with the kKeys keys from `first` on. Key `last` takes the place of any key after `last`. For
+  // query r, sums_of_rows() adds kAdded vectors of products at a time. The results are stored from sums + r * W * W on.
+  // Each vector of a query is loaded once for all kKeys keys. V: the number of vectors of a row, or 0 for any number.
   template <int R, int kKeys, int V, bool kPrefetch, class S>
   static ATTN_INLINE void multiply(const Piece<S>& rows, int64_t first, int64_t last, int64_t cols, const T* query,
                                    int64_t ld_query, T* sums) {
@@ -245,7 +252,11 @@ struct FewRows {
       multiply_singles<R, kKeys, V>(key, cols, query, ld_query, sum);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) store<T>(sums + r * W * W, sums_of_rows<T, kKeys>([&](int i) { return sum[i][r]; }));
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kKeys; i += kAdded<kKeys, V>)
+        store<T>(sums + (r * W + i / kAdded<kKeys, V>)*W,
+                 sums_of_rows<T, kAdded<kKeys, V>>([&](int j) { return sum[i + j][r]; }));
   }
   template <int R, int kKeys, int V, class S>
   static ATTN_INLINE void multiply_pairs(const S* const (&key)[kKeys], int64_t cols, const T* query, int64_t ld_query,
@@ -325,10 +336,11 @@ struct FewRows {
     constexpr int kTogether = smaller(W, V > 0 && !kPairs ? 2 : R == 1 ? 1 : R < 4 || kRegisters < 32 ? 2 : 4);
     for (int64_t j = 0; j < keys; j += kTogether)
       multiply<R, kTogether, V, kPrefetch>(rows, first + j, first + keys - 1, cols, query, ld_query,
-                                           sums + j / kTogether * W);
+                                           sums + j / kAdded<kTogether, V> * W);
     for (int r = 0; r < R; ++r) {  // lanes past the last key are ignored
       const T* const of_row = sums + r * W * W;
-      store<T>(x + r * ld, score(sums_of_rows<T, W, kTogether>([&](int i) { return load<T>(of_row + i * W); })));
+      store<T>(x + r * ld,
+               score(sums_of_rows<T, W, kAdded<kTogether, V>>([&](int i) { return load<T>(of_row + i * W); })));
     }
   }
 

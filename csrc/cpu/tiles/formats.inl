@@ -62,11 +62,12 @@ concept Format =
       F::kWeightsInPlace;  // whether weights [slot of keys][lane] may take the place of the tile [key][lane]
       // (tile, key, weights): stores weights of keys [key, key + kNumbers) in the lanes at `tile`.
       F::store_along_keys(tile, n, weights);
-      // (tile, keys, lanes): writes zeros behind the last key, up to a whole step of a product.
+      // (tile, keys, lanes): writes zeros after the last key, so that the keys fill whole steps of a product.
       F::end_along_keys(tile, n, n);
-      // Both take (x, keys, lanes, tile), and convert the tile x[key][lane], in x itself or to `tile`. along_keys()
-      // makes slots of neighbouring keys. along_lanes() makes slots of neighbouring lanes, [key][slot]. A lane without
-      // a row becomes 0 if its slot has another lane with a row.
+      // Both functions take (x, keys, lanes, tile), and convert the tile x[key][lane]. The result is in `x` itself or
+      // in `tile`. A slot of along_keys() holds neighbouring keys of one lane. A slot of along_lanes(), [key][slot],
+      // holds neighbouring lanes of one key. If a slot holds lanes with a row and lanes without one, the lanes without
+      // a row become 0.
       { F::along_keys(tile, n, n, tile) } -> std::convertible_to<const typename F::Number*>;
       { F::along_lanes(a, n, n, tile) } -> std::same_as<Rows<typename F::Number>>;
 

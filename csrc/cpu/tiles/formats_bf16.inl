@@ -1,6 +1,6 @@
 // Operands of bfloat16, for the instructions that multiply bfloat16. A slot holds two neighbours, the first one in its
-// low half. Their products are summed in float32. A number of more bits is a sum of kSummands bfloat16. Each summand is
-// the number minus the summands before it, rounded to bfloat16.
+// low half. Their products are summed in float32. A number with more bits than a bfloat16 is stored as a sum of
+// kSummands bfloat16. Each summand is the number minus the summands before it, rounded to bfloat16.
 #pragma once
 
 #include "cpu/isa/instructions_avx512_bf16.inl"
@@ -218,7 +218,7 @@ struct Bfloat16s {
     }
   }
 
-  // Replaces every x by 2^x, with the accuracy of a sum of kSummands bfloat16.
+  // Replaces every x by 2^x. The result is as accurate as a number of this format, a sum of kSummands bfloat16.
   template <int N>
   static ATTN_INLINE void exp2(Vec<float> (&x)[N]) {
     exp2_of_degree<3 + kSummands>(x);

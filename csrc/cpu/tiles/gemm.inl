@@ -125,7 +125,8 @@ constexpr int64_t kInCache = int64_t{4} << 20;
 // belong to the next head or sequence. Does nothing if several tiles of rows read the same keys.
 class RowsAhead {
  public:
-  // For a product of `rows` rows with keys or values of `cols` numbers. `block`: the tile's keys or values.
+  // The product multiplies `rows` rows with the keys or values of a tile, which are in `block` and have `cols` numbers
+  // each.
   RowsAhead(const Problem& p, const Block& block, Range keys, int64_t cols, int64_t rows) {
     const int64_t size = size_of(block.dtype);
     const int64_t all_keys = larger(p.batch * p.keys, p.key_tokens);

@@ -39,7 +39,8 @@ ATTN_INLINE bool any_other(const char* neighbours, Bits hidden) {
   return other;
 }
 
-// Whether the first row of a mask's block shows one of up to 64 keys, that is, has a number other than -inf.
+// Whether the first row of a mask's block shows at least one key, that is, holds a number other than -inf. Looks at the
+// first `keys` numbers of the row, at most 64.
 template <class T>
 bool any_visible_number(const Block& row, int64_t keys) {
   if (row.col == 1 && keys == kKeyTile) switch (row.dtype) {
@@ -165,7 +166,8 @@ struct ScoreTile {
     return effect;
   }
 
-  // Copies the bits of a mask_mod. This tile may have only some of the rows of a tile of `m`.
+  // Copies the bits of a mask_mod. `m` holds the bits of tiles of kRowTile rows. The rows of this tile lie in one tile
+  // of `m`, and may be only some of that tile's rows.
   bool copy_bits(const Problem& p, const PairMask& m) {
     const int64_t entry = m.entries == 1 ? 0 : p.first_entry + rows->n, head = m.heads == 1 ? 0 : rows->head[0];
     const int64_t row_tile = (entry * m.heads + head) * m.row_tiles + rows->position[0] / kRowTile;

@@ -102,9 +102,9 @@ struct Pieces {
   Block block;
   const char* at[(kKeyTile + kAhead) / kPiece];
 };
-// Does what key_block() does, but makes no copy if rows can be read in place. If rows end within a vector, they can be
-// read in place only in pages that hold whole tiles. The kernels read every row of a tile but the last one past its end
-// (few_rows.inl), and memory may end where a page ends.
+// Does what key_block() does, but makes no copy if rows can be read in place. In pages, rows that end within a vector
+// can be read in place only if each page holds whole tiles. The reason is that the kernels read past the end of every
+// row of a tile except the last row (few_rows.inl), and that memory may end where a page ends.
 template <class T>
 Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int64_t first, int64_t count, int64_t cols,
                   bool in_place, char* copy) {
@@ -134,7 +134,8 @@ Pieces key_pieces(const Problem& p, const Operand& x, int64_t n, int64_t h, int6
 // (A part of a vector would be copied number by number.) In a row of less than a vector, the vector cannot begin
 // earlier.
 
-// Returns where to begin the vector that holds number `first` of `count` numbers. `first` is a multiple of kLanes.
+// A row has `count` numbers. Returns the index at which the vector begins that copies the number with index `first`.
+// `first` is a multiple of kLanes.
 template <class T>
 ATTN_INLINE int64_t vector_at(int64_t first, int64_t count) {
   return count < kLanes<T> ? first : smaller(first, count - kLanes<T>);

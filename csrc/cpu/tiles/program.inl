@@ -78,8 +78,8 @@ struct Values {
   int64_t lanes;  // all bits, or 0 if all lanes are the same
 };
 
-// The tiles [key][kRowTile] that a list reads, apart from leaves in tensors. A pointer is null if the list does not
-// read its tile.
+// The leaves of a list that are tiles [key][kRowTile]. (Leaves with one number for each row, key or distance are in the
+// tensors PairProgram::terms.) A pointer is null if the list does not read its tile.
 template <class T>
 struct PairTiles {
   const T* product = nullptr;
@@ -93,8 +93,8 @@ struct PairTiles {
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each
-// diagonal, on which all pairs have the same distance. A sum over lanes leaves out the lanes without a row. Their terms
-// are 0, so they may hold a NaN.
+// diagonal, on which all pairs have the same distance. A sum over lanes leaves out the lanes without a row. These lanes
+// may hold a NaN, because a function of their terms, which are 0, may be NaN (0 / 0).
 template <class T>
 void add_rows(const Values<T>& x, int64_t count, int64_t lanes, T* sums) {
   for (int64_t i = 0; i < lanes; i += kLanes<T>) {
@@ -576,9 +576,9 @@ class Evaluation {
     return found;
   }
 
-  // Compares the indices of W rows and W keys. The step is what the index grows by from key to key if rows own tables,
-  // else from row to row. Returns the step if it is 1 everywhere or -1 everywhere, and all of these indices lie inside
-  // the table. Otherwise returns 0.
+  // Compares the indices of W rows and W keys. The step is the difference between the indices of neighbouring keys if
+  // each row has a table of its own, else of neighbouring rows. Returns the step if it is 1 everywhere or -1
+  // everywhere, and all of these indices lie inside the table. Otherwise returns 0.
   ATTN_INLINE int step_of(const Lookup& at, int64_t j, int64_t i) const {
     const bool of_distances = at.indices && at.indices->of_distances;
     if (!at.indices || !(of_distances || (at.indices->of_keys ? at.row : at.key) != 0)) return 0;
@@ -669,8 +669,8 @@ class Evaluation {
     return any((most > last + (W - 1)) | (most - base >= UInt<T>{W})) ? splat<UInt<T>>(kScattered) : base;
   }
 
-  // If all pairs of the tile have the same index, reads the table once for all strips: one number, or one for each row
-  // or each key that has a table of its own.
+  // If all pairs of the tile have the same index, reads the table once for all strips. Reads one number for the tile,
+  // or one number for each row (key) if each row (key) has a table of its own.
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
@@ -731,8 +731,8 @@ class Evaluation {
 template <class T>
 class TablesAhead {
  public:
-  // Takes the tables that the list reads or, with `gradients`, the tables that its results are added to. Leaves out
-  // tables that stay in the cache from tile to tile.
+  // Chooses what to prefetch: the tables that the list reads or, if `gradients` is not null, the gradients of tables to
+  // which the list's results are added. Leaves out tables that stay in the cache from tile to tile.
   TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
               int64_t begin)
       : rows_(tile.count), keys_(keys.size()) {

@@ -102,8 +102,8 @@ struct RowTile {
   }
 
   // Does what unpack_transposed() does. Also writes the rounding error to `residual`, unless residual.data is null. If
-  // `rest` is not null, adds this tile to the error. Overwrites `tile`. `scratch` has room for kKeyTile * kRowTile
-  // numbers.
+  // `rest` is not null, adds the tile `rest` to this error. Overwrites `tile`. `scratch` has room for
+  // kKeyTile * kRowTile numbers.
   template <class T>
   void unpack_rounded(const Problem& p, const Operand& x, const Operand& residual, int64_t cols, T* tile, T* scratch,
                       const T* rest = nullptr) const {

@@ -142,9 +142,9 @@ constexpr int64_t kPanel =
 template <class F, class Function>
 ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
   const int64_t lanes = tile.lanes();
-  // The range begins at a whole slot of keys. With tiles of the processor, or if the problem is invariant
-  // (Problem::invariant), the range begins at the tile's first key, so that the sums of all rows are cut at the same
-  // keys.
+  // A slot may hold several keys, so the range begins at the first key of a slot. With tiles of the processor, or if
+  // the problem is invariant (Problem::invariant), the range begins at the tile's first key, so that the sums of all
+  // rows are cut at the same keys.
   const auto cut = [&](Range seen) {
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
     return Range{first, larger(first, smaller(seen.last, tile.shown))};
@@ -158,7 +158,7 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
     f(lane, smaller(kPanel<F>, lanes - lane), cut({seen.first - tile.keys.first, seen.last - tile.keys.first}));
   }
 }
-// Returns the rows of keys, or of slots of keys, from row `first` on.
+// Returns `rows` without the rows before `first`. A row belongs to a key or to a slot of keys.
 template <class T>
 ATTN_INLINE Rows<T> rows_from(const Rows<T>& rows, int64_t first) {
   return {rows.data + first * rows.ld, rows.ld};
@@ -285,8 +285,9 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
 }
 
 // Writes tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with
-// tz = slope * (tQ K^T + Q tK^T). For hidden keys, tx is any number. With a cap or a score_mod, `kept` is what scores()
-// wrote to its own `kept`, and tz is written to `tz` unless `tz` is null.
+// tz = slope * (tQ K^T + Q tK^T). For hidden keys, tx is any number. With a cap or a score_mod, the caller passes in
+// `kept` the tile that scores() wrote through its argument of this name. tz is then also written to `tz`, unless `tz`
+// is null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
                     const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,

@@ -1,5 +1,5 @@
-// The format of pairs for few queries (few_rows.inl, decode.inl). It reads rows of bfloat16 or of 8 bits in whole
-// vectors. A vector holds 32 words, which are bfloat16, in the order of memory.
+// The format of pairs for few queries (few_rows.inl, decode.inl). It reads rows of bfloat16 or of 8-bit numbers in
+// whole vectors. A vector holds 32 words, which are bfloat16, in the order of memory.
 #pragma once
 
 #include "cpu/tiles/formats_bf16.inl"
@@ -20,8 +20,9 @@ constexpr Words128 words_of(Function f) {
   }
   return found;
 }
-// The words of the 128 numbers of a type that have no sign. Int8 lacks 128, but has -128: its magnitude stands in the
-// place of 0.
+// The words of the 128 numbers of type S whose sign bit is 0. The index is the low 7 bits of a number. For Int8, index
+// 0 holds the word of 128 instead of 0, because the magnitude of -128 is 128, which is not an Int8. The number 0 is not
+// looked up.
 template <class S>
 inline constexpr Words128 kWordsOf = words_of([](int i) { return i == 0 ? 128 : i; });
 template <>
@@ -61,7 +62,8 @@ struct WordPairs : Pairs {
  private:
   template <class S>
   static ATTN_INLINE void words_of_bytes(__m512i bytes, Vec<float> (&words)[2]) {
-    // Puts units of 8 bytes in an order in which unpack gives words in the order of memory.
+    // Permutes units of 8 bytes, because unpack treats every 16 bytes separately. The words then come out in the order
+    // of memory.
     bytes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
     constexpr bool kInt8 = std::is_same_v<S, Int8>;
     const __m512i magnitude = kInt8 ? _mm512_abs_epi8(bytes) : bytes;

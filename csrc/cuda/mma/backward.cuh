@@ -7,8 +7,9 @@
 // next tile is copied while one tile is in use. Every product has one of two forms, where `own` is a tile that the
 // block owns, and `other` is the tile in use:
 //
-//   own other^T      x = K Q^T, dP = V G^T     or  x = Q K^T, dP = G V^T
-//   (16-bit x) other  dV += (P * Z)^T G, dK += dS^T Q   or  dQ += dS K
+//   form               if the block owns keys            otherwise
+//   own other^T        x = K Q^T, dP = V G^T             x = Q K^T, dP = G V^T
+//   (16-bit x) other   dV += (P * Z)^T G, dK += dS^T Q   dQ += dS K
 //
 // Therefore weights stay in registers from the first product to the second, and sums are added up in the order of the
 // tiles.
@@ -54,7 +55,8 @@ struct BackwardMma {
   static constexpr bool kNeedsDs = kOf != MmaGradient::value;  // dQ = dS K or dK = dS^T Q
   static constexpr bool kSumsValue = kOf == MmaGradient::value || kOf == MmaGradient::key_and_value;  // dV = P^T G
   // The number of tiles of 16 keys or rows that a warp owns. The warp reads each fragment of `other` once for all its
-  // tiles. Registers hold the sums of two tiles only for dQ, without kGeneral and up to head_dim 128.
+  // tiles. Registers hold the sums of two tiles only if the block sums dQ, kGeneral is false, and head_dim is at most
+  // 128.
   static constexpr int kTiles = kOf == MmaGradient::query && kDim <= 128 && !kGeneral && !kFewRows ? 2 : 1;
   static constexpr int kOwn = kMmaThreads / 32 * 16 * kTiles;
   // The number of keys or rows that a block visits at a time: as many as registers and shared memory allow.
@@ -71,8 +73,8 @@ struct BackwardMma {
 
   using Own = MmaTile<S, kOwn, kDim>;
   using Other = MmaTile<S, kOther, kDim>;
-  // Whether each thread keeps the BackwardRow of its own rows in registers, because with head_dim 128 shared memory has
-  // no room for these rows.
+  // Whether each thread keeps the BackwardRow of each of its own rows in registers. With head_dim 128 and 128 rows per
+  // block, shared memory has no room for these structs.
   static constexpr bool kInRegisters = !kOwnsKeys && !kGeneral;
   // The number of mask tiles in shared memory: one for the tile that is in use, one for the next tile, and one for the
   // tile in which the block looks for a visible key. The kernel of shared masks needs only one mask tile, because all
@@ -108,8 +110,8 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
-  // The index in shared.mask of the mask tile in which the block looks for a visible key. The mask of the tile in use
-  // has the index mask_after(looked_at).
+  // The block looks for a visible key in the mask tile shared.mask[looked_at]. The mask of the tile in use is
+  // shared.mask[mask_after(looked_at)].
   int looked_at = 0;
 
   __device__ BackwardMma(const BackwardParams& p, Shared& shared) : p(p), shared(shared) {}
@@ -150,8 +152,8 @@ struct BackwardMma {
     if constexpr (kNeedsDs)
       load_tile(value_tile, shared.value_data + key * p.value.row, keys, p.value_dim, p.value.row);
   }
-  // Calls f(offset). Row i of the `count` rows from `first` on begins offset(i) elements behind row `first`. In most
-  // tiles all rows belong to one head, and the distance between neighbouring rows is constant.
+  // Calls f(offset). For i < `count`, offset(i) is the distance in elements from row `first` to the i-th row after it.
+  // In most tiles all rows belong to one head, and the distance between neighbouring rows is constant.
   template <class F>
   __device__ __forceinline__ void with_offsets(const Operand& x, Row first, int count, F f) const {
     if (first.position + count <= shared.task.sequence.queries) return f([&](int i) { return i * x.row; });
@@ -522,8 +524,8 @@ struct BackwardMma {
     }
   }
 
-  // Adds what the scores of `count` rows with the keys from `key` on contribute. The tile that the block does not own
-  // is in buffer `stage`.
+  // Adds the contribution of one tile of scores, which has `count` rows and begins with key `key`. The rows or keys
+  // that the block does not own are in buffer `stage`.
   __device__ __forceinline__ void add_tile(Sums& of_ds, Sums& of_weights, int stage, int count, int64_t key) {
     auto& other = shared.other[stage];
     const auto& rows = shared.rows[kOwnsKeys ? stage : 0];

@@ -1,8 +1,8 @@
 // Computes the forward where uses_mma() says so: bfloat16 and float16 on tensor cores, up to head_dim 256. As in
 // FlashAttention-2 (Dao, 2023), a warp owns rows, and their weights stay in registers between the two products. K and V
-// are read once per kRows rows. These are at most 128 rows, or 64 rows above head_dim 128, because registers hold no
-// more sums. While a tile of keys is in use, the tile of their values is copied. While the values are in use, the next
-// tile of keys is copied. The tile of keys, the tile of values and the rows fill shared memory.
+// are read once per kRows rows. kRows is at most 128, or 64 if head_dim exceeds 128, because registers have no room for
+// the sums of more rows. While a tile of keys is in use, the tile of their values is copied. While the values are in
+// use, the next tile of keys is copied. The tile of keys, the tile of values and the rows fill shared memory.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -15,10 +15,10 @@ namespace attn::cuda {
 // kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
-  // Returns the number of blocks that a multiprocessor must have registers for at a time, or 0 if the compiler chooses
-  // the number of registers. On an H100 three blocks per multiprocessor are faster than two. For few rows with head_dim
-  // 128, four blocks are faster than three, though each thread then spills up to four addresses from registers to
-  // memory.
+  // Returns the number of blocks whose registers must fit into a multiprocessor at a time, or 0 if the compiler chooses
+  // how many registers a thread has. On an H100 three blocks per multiprocessor are faster than two. For few rows with
+  // head_dim 128, four blocks are faster than three, though each thread then spills up to four addresses from registers
+  // to memory.
   static constexpr int blocks_at_a_time() {
     if (kGeneral) return 0;
     if (kDim == 128 && kTiles == 1) return 4;
@@ -57,7 +57,7 @@ struct ForwardMma {
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
-  // Knows where the keys that are copied next, and their values, are stored in pages.
+  // Knows where the pages hold the next tile of keys and the values of these keys.
   std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
   __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
@@ -214,7 +214,7 @@ struct ForwardMma {
   __device__ __forceinline__ bool has_rows() const { return kTiles > 1 || row(MmaThread(), 0) < task.rows; }
 
   // With kGeneral, turns products into scores. Without kGeneral, leaves products as they are, and weight() scales them
-  // later. Sets the numbers of keys that are hidden or do not exist to -inf.
+  // later. Sets a number of x to -inf if its key is hidden from its row or does not exist.
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
@@ -246,16 +246,17 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // The score of a number x of make_scores() is x * scale().
+  // For each row and key, make_scores() leaves a number x. The score is x * scale().
   __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
   // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
-  // maximum is rounded once. Its rounding error multiplies all weights that are shifted by this maximum by the same
-  // factor, including the earlier weights after their correction(). The division by the sum of the weights removes this
+  // maximum is rounded once. Its rounding error gives the same factor to all weights that are shifted by this maximum.
+  // correction() gives this factor to the earlier weights, too. The division by the sum of the weights removes this
   // factor.
   __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
   __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
-  // A mask of large numbers would make this factor too large. So if the maximum of a row is large, the row's scores are
-  // shifted before they are multiplied by log2(e).
+  // If the mask holds large numbers, the exponent of a maximum and its rounding error can be large. The factor that
+  // this error gives to the weights (see exponent()) would then be too large. So if the maximum of a row is large, the
+  // row's scores are shifted before they are multiplied by log2(e).
   static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
 
   // Returns exp(score - maximum) for a number x of make_scores().
@@ -361,7 +362,8 @@ struct ForwardMma {
         const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
         const float best = total == 0 ? 0 : shared.maximum[i];
         const float maximum = __fmul_rn(best, scale());
-        // The rounding error of the maximum, minus the logarithm of the factor that all weights share (see exponent()).
+        // `maximum_low` is the rounding error of `maximum`, minus the logarithm of the factor that the rounding in
+        // exponent() gives to all weights and so to `total`. If `best` is large, the weights lack this factor.
         float maximum_low = fmaf(best, scale(), -maximum);
         if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
         Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);

@@ -115,7 +115,8 @@ struct MaskTile {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           // As in MmaTile::address(), an XOR yields the address. Here it is the address of vector n / 2. If `half` is
-          // 1, the row is eight rows further on, where the permutation differs by an XOR with kKeys.
+          // 1, the vector is eight rows further on than if `half` is 0. The permutations of these two rows differ by an
+          // XOR with kKeys.
           const unsigned at = (first ^ (n / 2 * 16 | half * kKeys)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
           mask[n][half] = *reinterpret_cast<const uint16_t*>(bytes + at);
         }

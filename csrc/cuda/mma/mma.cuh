@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
-// Row i begins i * stride numbers behind `data`. In copy_tile(), the distance i * stride from row first_row to row
-// first_row + i is the same for all threads.
+// Row i begins i * stride numbers behind `data`. The address of row first_row + i is computed from two products,
+// because the second product, i * stride, is the same for all threads.
 template <class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
                                           int64_t stride) {

@@ -99,8 +99,8 @@ struct ScoresMma {
   // How a mask is added. `boolean` is for boolean masks. `to_finite` needs products that are all finite. `to_any` takes
   // any products, but takes longer.
   enum class Add { boolean, to_finite, to_any };
-  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite. It is called only if the mask
-  // is not boolean. Number: see with_mask_number().
+  // Calls f.template operator()<kHow>(). `finite()` says whether all products are finite. This function calls finite()
+  // only if the mask is not boolean. Number: see with_mask_number().
   template <class Number, class Finite, class F>
   static __device__ __forceinline__ void choose_add(Finite finite, F f) {
     if constexpr (sizeof(Number) == 1)
@@ -152,9 +152,9 @@ struct ScoresMma {
     }
   }
 
-  // Sets the bits of `kept` that belong to weights which dropout keeps. head_number(i) returns the number of row i's
-  // head in dropout's counters. kAtOnce: how many counters are computed side by side. More counters take more
-  // registers, so kAtOnce is 1 where registers are fewest.
+  // Sets a bit of `kept` to 1 if dropout keeps the weight of this bit, else to 0. head_number(i) returns
+  // Dropout::head() of row i's head. kAtOnce: how many of dropout's counters a thread computes side by side. More
+  // counters take more registers, so kAtOnce is 1 where registers are fewest.
   template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
   static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
                                                       HeadNumber head_number, int64_t key) {

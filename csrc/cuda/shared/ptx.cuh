@@ -138,7 +138,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool ther
       "l"(from), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
-// Makes one group of all copies that this thread has started since its last call.
+// Makes one group of all copies that this thread has started since it last called commit_copies().
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most the latest `kLeft` groups of this thread are still under way.
 template <int kLeft>

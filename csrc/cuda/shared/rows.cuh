@@ -12,8 +12,9 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
   return static_cast<const S*>(x.data) + batch_offset(p, x, n) + head * x.head;
 }
 
-// These functions count the blocks of a kernel. Each block owns a tile: up to `most` rows of a group of heads, or up to
-// `most` keys of one of `heads` heads. A block that finds no tile ends without reading or writing.
+// These functions count the blocks of a kernel. Each block owns a tile. The tile has up to `most` rows of one group of
+// heads, or up to `most` keys of one head. `heads` is the number of heads of K or of V. A block that finds no tile ends
+// without reading or writing.
 //
 // The rows of a group of heads form a list. In this list, a head of a packed sequence has as many rows as the sequence
 // has queries. So the rows and keys of a sequence are cut into the same tiles as in a call with this sequence alone.
@@ -50,8 +51,8 @@ ATTN_INLINE constexpr int64_t tiles_of_rows(const Problem& p, int64_t most) {
 ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
   return tiles_of(p, p.keys, p.key_tokens, most);
 }
-// The number of batch entries. Packed sequences are the last dimension of the batch. Here they count as one entry,
-// because one numbering of places covers all of them.
+// The number of batch entries. Packed sequences are the last dimension of the batch. Here all sequences along this
+// dimension count as one entry, because their places (see places_by_length()) are numbered consecutively.
 ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
@@ -66,8 +67,8 @@ struct Tile {
   int64_t number;
 
   // Returns the tile at `place` of an entry (entries_of()). `starts` holds the first token of each packed sequence. All
-  // sequences of an entry together have `tokens` tokens, and the longest sequence has `longest` tokens. A token counts
-  // as `of_token` rows or keys. The tile's number may be less than 0 if `starts` is not in ascending order.
+  // sequences of an entry together have `tokens` tokens, and the longest sequence has `longest` tokens. The list has
+  // `of_token` rows or keys for each token. The tile's number may be less than 0 if `starts` is not in ascending order.
   static __device__ __forceinline__ Tile at(const Problem& p, int64_t entry, int64_t place, const int64_t* starts,
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
@@ -106,7 +107,8 @@ struct RowTile {
     head[i] = row.head;
     position[i] = row.position;
   }
-  // A tile's rows from `count` on repeat its last row. Kernels never write the results of these repetitions.
+  // A tile has `count` rows. Each further row i repeats row `count` - 1. Kernels never write the results of these
+  // repetitions.
   static __device__ __forceinline__ int last_repeated(int i, int count) { return i < count ? i : count - 1; }
 
   // Returns where row i begins within its batch entry, in elements.

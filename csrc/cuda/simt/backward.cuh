@@ -33,8 +33,9 @@ ATTN_INLINE constexpr int64_t gradient_cols(const Params& p) {
   return kOf == Gradient::value ? p.value_dim : p.head_dim;
 }
 
-// Calls write_delta() for 64 rows. <G, O + residual> is summed in the order in which these kernels sum <G, V>. So if a
-// row attends to one key only, whose value is O, dP - delta is exactly 0, or exactly the gradient of the logsumexp.
+// Computes delta of 64 rows and writes it by write_delta(). Adds up <G, O + residual> in the same order as the kernels
+// of the gradients add up dP = <G, V>. If a row attends to one key only, O + residual equals V of this key (without
+// dropout). So dP - delta is then exactly 0, or exactly the gradient of the logsumexp.
 template <class T, class Params>
 struct DeltaSimt {
   static constexpr int kThreads = kSimtThreads, kBlocks = kSimtBlocks;
@@ -126,9 +127,10 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     TangentStatistics row[kSimtTile];
   };
   // The progress of a block that sums over rows. In each of `turns` turns the block passes over the rows from first_row
-  // to last_row - 1. It is in turn `turn`, at the tile that begins with `row`. For dK and dV there is one turn for each
-  // group of heads that reads the keys. For dM there is one turn for each batch entry and head that share this part of
-  // the mask. Shared memory holds this struct, because no registers are left.
+  // to last_row - 1. `turn` is the index of the block's current turn, and `row` is the first row of its current tile.
+  // For dK and dV there is one turn for each group of heads that reads the keys. For dM there is one turn for each
+  // batch entry and head that share this part of the mask. Shared memory holds this struct, because no registers are
+  // left.
   struct RowLoop {
     int64_t turns, first_row, last_row;
     int64_t turn, row;
@@ -227,9 +229,12 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       slope = attended >> bit & 1 ? product : 0;
     });
   }
-  // Sets x to t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta)). A prefix t and t() mean the
-  // derivative along the direction, c is t(logsumexp), and tu is cap'' tz. With kBehindCap, u is 1 and tu is 0. Calls
-  // on_ds() when dZ is in shared memory.
+  // Sets x to t(dZ), where t() and a prefix t mean the derivative along the direction p.t:
+  //
+  //   t(dZ) = P (u (tx - c) + tu) (Z dP - delta) + P u (Z t(dP) - t(delta))
+  //
+  // Here c is t(logsumexp), and tu is cap'' tz. With kBehindCap, u is 1 and tu is 0. Calls on_ds() when dZ is in shared
+  // memory.
   template <class F>
   __device__ __forceinline__ void compute_second_ds(Scores& x, int64_t key, F on_ds) {
     __syncthreads();  // the rows are there, and the last weights have been read
@@ -280,9 +285,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (value.data) this->add_dots(x, p.grad_output, shared.grad_output_base, value, base, key, p.value_dim);
   }
 
-  // Adds the contribution of the tile of rows and the keys from `key` on. dS is multiplied by keys or queries, in which
-  // NaNs and infinities count as 0. So a NaN reaches dQ and dK only through dS, and only where a row attends to the
-  // key.
+  // Adds to `sum` the contribution of the tile of rows and the keys from `key` on. To compute dQ or dK, multiplies dS
+  // by keys or queries, and reads a NaN or infinity of a key or query as 0. So a NaN reaches dQ and dK only through dS,
+  // and only where a row attends to the key.
   __device__ __forceinline__ void add_tile(Sums& sum, int64_t key) {
     Scores x;
     if constexpr (kOf == Gradient::value) {

@@ -89,8 +89,8 @@ struct ScoresSimt {
     if (p.has_dropout) shared.head_number[i] = shared.dropout.head(p, task.n, shared.rows.head[i]);
     set_row(i, shared.rows.number(p, task.n, i));
   }
-  // Sets the rows of block `number` of a kernel that passes over keys, then calls add(key) for each tile with some
-  // visible key. Called by all threads.
+  // For a kernel that passes over keys. Calls set_rows() for the block with the index `number`, then calls add(key) for
+  // each tile of keys in which some row sees some key. Called by all threads.
   template <class SetRow, class Add>
   __device__ __forceinline__ void go_over_keys(int64_t number, SetRow set_row, Add add) {
     set_rows([&](Task& task) { task.set(p, number, kSimtTile, kSimtTile); }, set_row);
@@ -101,9 +101,9 @@ struct ScoresSimt {
         add(key);
       }
   }
-  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier of its own: the threads
-  // pass a barrier in add_to() after they have read the previous tile's rows, and a barrier in add_dots() before they
-  // read the rows of this tile.
+  // Looks up each row of a tile, because a page may be smaller than the tile. Needs no barrier of its own. After the
+  // threads have read the offsets of the previous tile's rows, they pass a barrier in add_to(). Before they read the
+  // offsets of this tile's rows, they pass a barrier in add_dots().
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     static_assert(kSimtThreads == 2 * kSimtTile);
     const int i = threadIdx.x % kSimtTile;
@@ -186,8 +186,8 @@ struct ScoresSimt {
   }
 
   // Computes the scores (score.h) of the keys from `key` on. Rows or keys that do not exist get -inf. If there is a
-  // cap, calls on_cap(y, row, key), where y is the argument of SoftCap's functions. `row` and `key` count from the
-  // start of the tile.
+  // cap, calls on_cap(y, row, key), where y is tanh(scaled product / cap), the argument of SoftCap's functions. `row`
+  // and `key` count from the start of the tile.
   template <class F>
   __device__ __forceinline__ void scores(Scores& x, int64_t key, F on_cap) {
     Shared& shared = shared_scores;

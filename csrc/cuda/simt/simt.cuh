@@ -17,7 +17,7 @@ constexpr int kSimtRows = 8;    // of a thread
 constexpr int kSimtCols = 4;    // of a thread, in every kSimtTile
 constexpr int kSimtBlocks = 2;  // of a multiprocessor at a time: no registers are left for more
 
-// How many numbers of the dimension that is summed over are in shared memory at a time.
+// The size, in shared memory, of the dimension that is summed over. A larger dimension is loaded in parts.
 template <class T>
 constexpr int kSimtDepth = 128 / static_cast<int>(sizeof(T));
 
