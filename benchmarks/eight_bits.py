@@ -32,7 +32,7 @@ from torch_attn.integrations.transformers import attention_forward, register
 
 CONFIG = Config(context=1024, layers=4, heads=2, width=128)
 # Context, batch, steps. Short contexts come first, because there a model soon learns where to look.
-LESSONS = [(64, 16, 800), (256, 4, 400), (1024, 2, 400)]
+LESSONS = [(64, 16, 600), (256, 4, 400), (1024, 2, 500)]
 PROMPTS, LENGTH, SENTENCES = 4, 800, 256
 Bits = torch.dtype | None  # of keys and values; None: as the model
 MODELS, BITS = (torch.float32, torch.bfloat16), (None, torch.int8, torch.float8_e4m3fn)

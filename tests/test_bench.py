@@ -173,7 +173,6 @@ def test_gpt_with_keys_and_values_of_8_bits(bench: Any) -> None:
         torch.testing.assert_close(decoded, model(tokens).double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow  # a whole run
 def test_bench_of_8_bits(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import eight_bits
 
