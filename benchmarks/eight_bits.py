@@ -1,10 +1,10 @@
 """How exact models are with keys and values of 8 bits: ``make bench-eight-bits``.
 
-gpt: the demo's GPT learns nine tenths of the manual of Python by characters, and reads four places
-of the last tenth over a cache. `change` is that of the perplexity of the next character; `same`,
-the share of places with the same most probable one. minilm: a trained MiniLM embeds sentences.
-`smallest` and `mean` are of the cosines between two embeddings of a sentence. A model with 8 bits
-is compared with the same model without; one of bfloat16, with that of float32.
+gpt: the demo's GPT, its positions sines at first, learns nine tenths of the manual of Python by
+characters, and reads four places of the last tenth over a cache. `change` is that of the perplexity
+of the next character; `same`, the share of places with the same most probable one. minilm: a
+trained MiniLM embeds sentences. `smallest` and `mean` are of the cosines between two embeddings of
+a sentence. What has 8 bits is compared with the same model without, and bfloat16 with float32.
 """
 
 from __future__ import annotations
