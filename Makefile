@@ -36,7 +36,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson docs test test-processors test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-models bench-peers bench-ring check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-processors test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-eight-bits bench-models bench-peers bench-ring check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1                |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{22}) *\|/\1/'
@@ -98,6 +98,9 @@ bench: $(INSTALLED) $(LIBRARY) ## speed against the built-in (of a GPU if there 
 
 bench-decode: $(INSTALLED) $(LIBRARY) ## speed of 1 to 16 queries over 16 to 4096 keys, as a grid
 	@$(BIN)/python benchmarks/decode.py --json out/decode.json
+
+bench-eight-bits: $(INSTALLED) $(LIBRARY) ## how exact models are with keys and values of 8 bits
+	@$(BIN)/python benchmarks/eight_bits.py --json out/eight-bits.json
 
 bench-models: $(INSTALLED) $(LIBRARY) ## speed of whole models with each attention, and of encoders without padding
 	@$(BIN)/python benchmarks/models.py --json out/models.json

@@ -21,6 +21,8 @@ import pytest
 import torch
 from rich.console import Console
 
+import torch_attn
+
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -146,6 +148,51 @@ def test_caches_that_come_from_memory(bench: Any, monkeypatch: pytest.MonkeyPatc
         assert r["of_read"] == r["gbytes"] / 2 > 0
     assert rows[1]["gbytes"] * rows[1]["us"] == pytest.approx(size / 1e3)
     assert "float8_e4m3fn" in render(decode.caches_table(rows))
+
+
+def test_gpt_with_keys_and_values_of_8_bits(bench: Any) -> None:
+    """Decoding over a cache, against the whole sequence at once with keys and values in floats."""
+    import eight_bits
+
+    from examples.demo.gpt import GPT, Config
+
+    torch.manual_seed(0)
+    model = GPT(11, Config(context=64, layers=2, heads=2, width=32), torch_attn.sdpa)
+    tokens = torch.randint(11, (3, 40))
+    for bits in eight_bits.BITS:
+        decoded = eight_bits.decode(model, tokens, bits)
+
+        def attend(query: Any, key: Any, value: Any, bits: Any = bits, **options: Any) -> Any:
+            if bits is not None:
+                parts = [torch_attn.quantize_kv(x, bits) for x in (key, value)]
+                key, value = (x.float() * scale[..., None] for x, scale in parts)
+            return torch_attn.sdpa(query, key, value, **options)
+
+        for block in model.blocks:
+            block.attention = attend  # type: ignore[assignment]
+        torch.testing.assert_close(decoded, model(tokens).double(), rtol=1e-4, atol=1e-5)
+
+
+def test_bench_of_8_bits(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import eight_bits
+
+    small = {"LESSONS": [(16, 4, 2), (64, 2, 1)], "LENGTH": 24, "SENTENCES": 3}
+    for name, value in small.items():
+        monkeypatch.setattr(eight_bits, name, value)
+    results = tmp_path / "results.json"
+    monkeypatch.setattr(sys, "argv", ["eight_bits.py", "--json", str(results)])
+    eight_bits.main()
+    written = json.loads(results.read_text())
+    both = [(r["model"], r["keys and values"]) for r in written["gpt"]]
+    assert both == [(r["model"], r["keys and values"]) for r in written["minilm"]]
+    for whole in range(0, 6, 3):
+        assert [keys for _, keys in both[whole + 1 : whole + 3]] == ["int8", "float8_e4m3fn"]
+    first, _, _, other = written["gpt"][:4]
+    assert first["change"] == 0
+    assert first["same"] == 1
+    assert other["change"] == pytest.approx(other["perplexity"] / first["perplexity"] - 1)
+    for r in written["minilm"]:
+        assert 0.99 < r["smallest"] <= r["mean"] < 1 + 1e-12
 
 
 def silent() -> Console:
