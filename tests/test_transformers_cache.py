@@ -162,6 +162,8 @@ def test_layers_are_cropped_repeated_selected_reset_and_copied(dtype: torch.dtyp
     [
         ("Mistral", {"sliding_window": 8}, "MistralForCausalLM needs layers of DynamicSliding"),
         ("FalconH1", {}, "FalconH1ForCausalLM needs layers of "),
+        ("DeepseekV3", {"num_key_value_heads": 4}, r"computes with cached numbers itself \(kv_lor"),
+        ("XGLM", {"d_model": 64}, "XGLMForCausalLM does not declare that all of its attention"),
     ],
 )
 def test_layers_of_other_kinds(family: str, more: dict[str, Any], message: str) -> None:
@@ -190,9 +192,45 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="x has a NaN or an infinity"):
         cache.update(*torch.full((2, 2, 2, 1, 16), torch.nan), 0, kwargs={})
     assert cache.get_seq_length() == 5
-    with pytest.raises(RuntimeError, match="key_scale"):  # derivatives
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("v_proj" in name)  # the query requires no gradient
+    with pytest.raises(ValueError, match=r"gradients; call the model under torch\.no_grad"):
         model(ids, cache=integration.eight_bit_cache(model))
+    with torch.no_grad(), pytest.raises(ValueError, match="asks for attention weights"):
+        model(ids, cache=integration.eight_bit_cache(model), output_attentions=True)
+    copied = copy.deepcopy(cache)
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
-        with pytest.raises(ValueError, match=f"attn_implementation is '{implementation}'"):
-            logits(model, integration.eight_bit_cache(model), ids, [5])
+        for given in (cache, copied):
+            with pytest.raises(ValueError, match=f"attn_implementation is '{implementation}'"):
+                logits(model, given, ids, [5])
+            assert given.get_seq_length() == 5
+    wide = model_of("Llama").double()
+    with pytest.raises(ValueError, match=r"the model is of float64; it must be of float32"):
+        logits(wide, integration.eight_bit_cache(wide), ids, [5])
+
+
+def test_a_prompt_under_inference_mode() -> None:
+    model, ids = model_of("Llama"), tokens(2, 12)
+    ours, exact = integration.eight_bit_cache(model), float_cache(model, torch.int8)
+    with torch.inference_mode():
+        for cache in (ours, exact):
+            model(ids[:, :9], cache=cache)
+    a, b = (logits(model, cache, ids[:, 9:], [1, 2]) for cache in (ours, exact))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_model() -> None:
+    model, ids = model_of("Llama"), tokens(2, 12)
+    compiled = torch.compile(model, backend="eager")
+    caches = integration.eight_bit_cache(compiled), integration.eight_bit_cache(model)
+    a, b = (logits(m, c, ids, [9, 3]) for m, c in zip((compiled, model), caches, strict=True))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+def test_a_model_that_changes_cached_values() -> None:
+    """Its halves of values have the shape of keys, so that scales would fit them."""
+    model = model_of("DiffLlama", num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"DiffLlama\w* changes cached keys or values"):
+        logits(model, integration.eight_bit_cache(model), tokens(1, 12), [12])

@@ -83,8 +83,8 @@ def sdpa(
             share a value head. No head is copied.
         softcap: c > 0 bounds scores to (-c, c), before a mask is added; 0 is off (Gemma 2).
         window_size: (left, right), how many keys a query sees to the left and right of its own
-            position; -1 is all. The kernel does not read keys outside the window, so its time is
-            linear in the window's size. (-1, 0) is causality.
+            position; -1 is all. The kernel skips tiles of 64 keys outside the window, so its
+            time is linear in the window's size. (-1, 0) is causality.
         query_offset: the position of query 0 among the keys, which may be negative: one number, or
             integers ``[B...]``. ``S - L`` puts the last query at the last key (lower right
             alignment), as for a chunk of a prompt or with a cache. If only the first ``length``

@@ -136,7 +136,8 @@ def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCach
     Args:
         model: a decoder of transformers that uses our attention (:func:`register`). All layers must
             keep all keys. The attention modules must pass their keyword arguments to
-            `cache.update`, as most decoders do from transformers 5.24 on.
+            `cache.update`, as most decoders do from transformers 5.24 on, and must attend to what
+            `cache.update` returns.
         dtype: :attr:`torch.int8` or :attr:`torch.float8_e4m3fn`.
 
     Returns:
@@ -146,9 +147,11 @@ def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCach
 
     Raises:
         ValueError: `dtype` is neither int8 nor float8_e4m3fn; or the model has cross-attention; or
-            a layer of the model needs a cache of another kind, such as a sliding window. The first
-            call of the model raises ValueError if the model uses another attention or does not pass
-            its keyword arguments on.
+            a layer of the model needs a cache of another kind, such as a sliding window; or the
+            model has attention that cannot be replaced. The first call of the model raises
+            ValueError if the model uses another attention, does not pass its keyword arguments on,
+            changes cached keys or values, is of float64, or is asked for attention weights or for
+            gradients of keys and values.
 
     Example:
         ::
@@ -228,6 +231,36 @@ def _interfaces() -> tuple[Any, Any]:
     return attention, masks
 
 
+EIGHT_BITS = "torch_attn_eight_bits"  # the keyword argument that has what eight_bit_cache stores
+
+
+@dataclass(frozen=True, eq=False)
+class EightBits:
+    """The keys and values of a layer of :func:`eight_bit_cache`, and their scales."""
+
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+
+    def scales(
+        self, module: nn.Module, key: Tensor, value: Tensor, weights: bool
+    ) -> dict[str, Tensor]:
+        """Returns the scales, if the call of attention got the tensors that they belong to."""
+        name = type(module).__name__
+        if key is not self.key or value is not self.value:
+            raise ValueError(
+                f"eight_bit_cache: {name} changes cached keys or values before attention, so that "
+                "the scales do not belong to them; use a cache of floats"
+            )
+        if weights:
+            raise ValueError(
+                f"eight_bit_cache: {name} asks for attention weights (output_attentions), which "
+                "numbers of 8 bits do not have; use a cache of floats"
+            )
+        return {"key_scale": self.key_scale, "value_scale": self.value_scale}
+
+
 _count = counter("transformers")
 
 
@@ -260,8 +293,6 @@ def attention_forward(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     cache: Any = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls.
@@ -291,8 +322,6 @@ def attention_forward(
             sequences without a mask. A mask contains the window. Without packed sequences and
             without a mask, the window must reach all keys.
         cache: the cache of continuous batching, to which key and value are appended.
-        key_scale, value_scale: `[B, H / num_key_value_groups, S]`, of keys and values of 8 bits
-            (:func:`eight_bit_cache`).
         kwargs: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which say where
             packed sequences begin, and all else that models pass, such as `position_ids`.
 
@@ -355,7 +384,8 @@ def attention_forward(
         # Models store s_aux in the dtype of their weights, which may not be query's dtype.
         fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
         options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
-    options["key_scale"], options["value_scale"] = key_scale, value_scale
+    if (stored := kwargs.get(EIGHT_BITS)) is not None:
+        options |= stored.scales(module, key, value, output_attentions)
 
     if texts is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
