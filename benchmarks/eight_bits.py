@@ -1,10 +1,11 @@
 """How exact models are with keys and values of 8 bits: ``make bench-eight-bits``.
 
-gpt: the demo's GPT, its positions sines at first, learns nine tenths of the manual of Python by
-characters, and reads four places of the last tenth over a cache. `change` is that of the perplexity
-of the next character; `same`, the share of places with the same most probable one. minilm: a
-trained MiniLM embeds sentences. `smallest` and `mean` are of the cosines between two embeddings of
-a sentence. What has 8 bits is compared with the same model without, and bfloat16 with float32.
+gpt: the demo's GPT, whose positions begin as sines, learns nine tenths of the manual of Python by
+characters. Then it reads four places of the last tenth over a cache. `change` says how much the
+perplexity of the next character changes. `same` is the share of places where the most probable
+next character stays the same. minilm: a trained MiniLM embeds sentences. `smallest` and `mean`
+summarise the cosines between the two embeddings of a sentence. A model with 8 bits is compared with
+the same model without them, and bfloat16 with float32.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ void check_mask(const Tensor& mask, const Shape& shape, const Call& call) {
               "; it must broadcast to the scores' shape [..., L, S] = ", c10::SymIntArrayRef(allowed), hint);
 }
 
-// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`, and its last `exact`
-// sizes must equal those of `allowed`.
+// Checks a tensor with a number per batch entry or head. Its sizes must broadcast to `allowed`. Its last `exact` sizes
+// must be equal to the last sizes of `allowed`.
 void check_numbers(const Shape& shape, const char* name, const Tensor& t, const Tensor& query,
                    c10::SymIntArrayRef allowed, int64_t exact, const char* what) {
   TORCH_CHECK(t.defined() && t.layout() == at::kStrided && !t.is_nested(), shape.op, ": ", name,

@@ -96,8 +96,8 @@ const unsigned seed = [] {
   return given ? static_cast<unsigned>(std::atoi(given)) : 0;
 }();
 
-// Fills memory that has not been written with NaN in every format. With odd seeds it is -inf in bfloat16, so that a mask
-// that is read too early hides keys.
+// Fills memory that has not been written with NaN in every format. With odd seeds it is -inf in bfloat16, so that a
+// mask that is read too early hides keys.
 void poison(void* to, size_t bytes) {
   auto* const words = static_cast<uint16_t*>(to);
   std::fill(words, words + bytes / sizeof *words, seed % 2 == 1 ? uint16_t{0xff80} : uint16_t{0xffff});

@@ -22,6 +22,7 @@
 #include "cpu/kernels/stats.inl"
 #include "cpu/kernels/tangent.inl"
 #include "cpu/kernels/weights.inl"
+#include "cpu/tiles/pairs.inl"
 
 namespace attn::ATTN_ISA {
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset
   }
 }
 
-// How kernels read the numbers, such as those of K or V, that they multiply by weights or by dS. `as_it_is` keeps every
-// number. `finite` puts 0 in place of infinities and NaNs.
+// How kernels read operands, such as K or V, that they multiply by weights or by dS. `as_it_is` keeps every number.
+// `finite` puts 0 in place of infinities and NaNs.
 enum class Factor { as_it_is, finite };
 
 // Calls f.template operator()<N>(), where N is the type in which a kernel loads the operand's numbers. Kernels that

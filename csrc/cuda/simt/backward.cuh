@@ -1,6 +1,6 @@
 // Computes gradients, and their derivative along a direction, with plain multiply-adds. Serves calls that uses_mma()
-// refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The formulas
-// and the names in them are those of cpu/kernels/backward.inl. Every block recomputes the scores that it needs. From
+// refuses, every second derivative, and the gradients of slopes and of masks that are summed over rows. The header
+// of cpu/kernels/backward.inl has the formulas and their names. Every block recomputes the scores that it needs. From
 // these scores and the saved logsumexp it computes the weights. A block owns a part of one gradient. It sums this part
 // in a fixed order, so that equal calls give equal bits. The part consists of:
 //

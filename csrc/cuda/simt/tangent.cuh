@@ -1,5 +1,5 @@
-// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds. The formulas
-// and the names in them are those of cpu/kernels/tangent.inl. A block owns 64 rows and up to 128 columns of the output
+// Computes J t, the derivative of the output along a direction, for every dtype, with plain multiply-adds. The header
+// of cpu/kernels/tangent.inl has the formulas and their names. A block owns 64 rows and up to 128 columns of the output
 // (64 in float64), because registers hold no more sums. A block passes over the keys once.
 #pragma once
 

@@ -1,0 +1,196 @@
+// Tables that functions of the pair look up: the indices of a tile, vectors of a table that hold the numbers of several
+// pairs, and prefetching.
+#pragma once
+
+#include "core/program.h"
+#include "cpu/tiles/rows.inl"
+#include "cpu/tiles/strips.inl"
+
+namespace attn::ATTN_ISA {
+
+// Whether a leaf may index tables.
+constexpr bool is_number(Leaf leaf) {
+  return leaf == Leaf::distance_number || leaf == Leaf::key_number || leaf == Leaf::row_number || leaf == Leaf::key ||
+         leaf == Leaf::query;
+}
+
+// An integer leaf that indexes tables. numbers[place(key, row)] is the index of a pair. least[n] and most[n] are the
+// least and the largest of the W indices from place n on.
+template <class T>
+struct Indices {
+  static constexpr int W = kLanes<T>;
+  static constexpr int64_t kRoom = 2 * (2 * kRowTile + W) + kKeyTile + W;  // of least, most and numbers of keys
+
+  const T* numbers;
+  const UInt<T>*least, *most;
+  bool of_distances, of_keys;
+  bool are_same;  // whether all pairs of the tile have one index; then `least` and `most` hold nothing
+  int64_t place(int64_t key, int64_t row) const {
+    return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
+  }
+
+  static Indices of(Leaf leaf, const T* numbers, int64_t rows, int64_t keys, T* room) {
+    auto* const least = reinterpret_cast<UInt<T>*>(room);
+    UInt<T>* const most = least + 2 * kRowTile + W;
+    T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile + W);
+    Indices found = {numbers, least, most, leaf == Leaf::distance_number, leaf == Leaf::key_number || leaf == Leaf::key,
+                     true};
+    if (found.of_keys) {
+      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = numbers[j * W];
+      for (int64_t j = keys; j < kKeyTile; ++j) of_each_key[j] = T{};
+      found.numbers = of_each_key;
+    }
+    const T* const first = found.numbers + found.place(found.of_distances ? keys - 1 : 0, 0);
+    const int64_t count = found.of_distances ? rows + keys - 1 : found.of_keys ? keys : rows;
+    const int64_t all = found.of_distances ? 2 * kRowTile : kRowTile;
+    const Vec<UInt<T>> one = splat<UInt<T>>(bit_cast<UInt<T>>(first[0]));
+    for (int64_t n = 0; n < count && found.are_same; n += W) {
+      const auto counts = lane_numbers<T>() < static_cast<Int<T>>(count - n);
+      found.are_same = !any((bits<T>(load<T>(first + n)) != one) & counts);
+    }
+    if (found.are_same) return found;
+    for (int64_t n = 0; n < all; n += W) {
+      store<T>(reinterpret_cast<T*>(least + n), load<T>(found.numbers + n));
+      store<T>(reinterpret_cast<T*>(most + n), load<T>(found.numbers + n));
+    }
+    for (int64_t n = 0; n < W; ++n) least[all + n] = most[all + n] = 0;
+    for (int64_t next = 1; next < W; next *= 2)
+      for (int64_t n = 0; n < all; n += W) {
+        const auto a = load<UInt<T>>(least + n), b = load<UInt<T>>(least + n + next);
+        const auto c = load<UInt<T>>(most + n), d = load<UInt<T>>(most + n + next);
+        store<UInt<T>>(least + n, a < b ? a : b);
+        store<UInt<T>>(most + n, c > d ? c : d);
+      }
+    return found;
+  }
+};
+
+// A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first + j) * key + lane * row +
+// index_at(j, lane)].
+template <class T>
+struct Lookup {
+  static constexpr int W = kLanes<T>;
+  const T* table;
+  int64_t row, key;
+  UInt<T> size;
+  Values<T> index;
+  const Indices<T>* indices;  // null if the index is no leaf
+  int64_t first;              // the tile's key with which the strip begins
+
+  UInt<T> index_at(int64_t j, int64_t lane) const {
+    return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
+  }
+
+  // Compares the indices of W rows and W keys. The step is the difference between the indices of neighbouring keys if
+  // each row has a table of its own, else of neighbouring rows. Returns the step if it is 1 everywhere or -1
+  // everywhere, and all of these indices lie inside the table. Otherwise returns 0.
+  ATTN_INLINE int step(int64_t j, int64_t i) const {
+    const bool of_distances = indices && indices->of_distances;
+    if (!indices || !(of_distances || (indices->of_keys ? row : key) != 0)) return 0;
+    const int64_t place = indices->place(first + j + (of_distances ? W - 1 : 0), i);
+    const T* const numbers = indices->numbers + place;
+    const Vec<UInt<T>> here = bits<T>(load<T>(numbers)), steps = bits<T>(load<T>(numbers + 1)) - here;
+    const auto one = static_cast<Int<T>>(steps[0]);
+    if (one != 1 && one != -1) return 0;
+    const auto is_other = [&](Vec<UInt<T>> found) {
+      return any((found - steps[0] != Vec<UInt<T>>{}) & (lane_numbers<T>() < W - 1));
+    };
+    if (is_other(steps)) return 0;
+    if (of_distances && is_other(bits<T>(load<T>(numbers + W)) - bits<T>(load<T>(numbers + W - 1)))) return 0;
+    const UInt<T> least = here[0], last = least + static_cast<UInt<T>>(one * (of_distances ? 2 * W - 2 : W - 1));
+    if (least >= size || last >= size) return 0;
+    return row != 0 && of_distances ? -one : one;
+  }
+  // Each of W rows looks up W numbers in its table. Returns, for each row, an index of its table. The vector that
+  // begins there holds these W numbers. Returns kScattered if some row has no such vector inside its table. `one`: all
+  // rows look up the W indices from `place` on. Otherwise row k looks up the W indices from `place` + k on.
+  static constexpr UInt<T> kScattered = ~UInt<T>{};
+  ATTN_INLINE Vec<UInt<T>> first_of(int64_t place, bool one) const {
+    const auto many = [&](const UInt<T>* x) { return one ? splat<UInt<T>>(x[place]) : load<UInt<T>>(x + place); };
+    const Vec<UInt<T>> least = many(indices->least), most = many(indices->most);
+    const Vec<UInt<T>> last = splat<UInt<T>>(size - W), base = least < last ? least : last;
+    return any((most > last + (W - 1)) | (most - base >= UInt<T>{W})) ? splat<UInt<T>>(kScattered) : base;
+  }
+};
+
+// Prefetches the numbers that the pairs of a tile look up in tables, or the gradients of these numbers. Fetches some of
+// them after each register tile of a product. Processors by themselves do not read ahead here, because tables are large
+// and their rows lie far apart.
+template <class T>
+class TablesAhead {
+ public:
+  // Chooses what to prefetch: the tables that the list reads or, if `gradients` is not null, the gradients of tables to
+  // which the list's results are added. Leaves out tables that stay in the cache from tile to tile.
+  TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
+              int64_t begin)
+      : rows_(tile.count), keys_(keys.size()) {
+    for (int i = 0; list && i < (gradients ? list->result_count : list->step_count); ++i) {
+      if (gradients) {
+        const ResultOfList& result = list->results[i];
+        if (result.table >= 0 && gradients[result.table].data)
+          add(p, *list, result.index, result.table, gradients[result.table], begin, tile, keys);
+      } else if (list->steps[i].op == Op::lookup) {
+        const int table = list->steps[i].table;
+        add(p, *list, list->steps[i].from[0], table, p.program->tables[table].numbers, 0, tile, keys);
+      }
+    }
+  }
+  ATTN_INLINE void operator()() {
+    for (int n = 0; n < kAtOnce && next_ < count_ * kRowTile; ++n, ++next_)
+      ask(places_[next_ / kRowTile], next_ % kRowTile);
+  }
+
+ private:
+  static constexpr int kMost = 4, kAtOnce = 12;
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  // A table that has a part for each owner. Either the rows of the tile are the owners, and its keys are the other
+  // side, or the reverse.
+  struct Place {
+    const T* table;
+    int64_t step, owners;              // the distance between parts; the number of owners
+    const int32_t* index;              // of the first owner's first pair
+    int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
+  };
+
+  void add(const Problem& p, const List& list, int16_t from, int table, const Terms& terms, int64_t begin,
+           const RowTile& tile, Range keys) {
+    const Leaf leaf = from < 0 ? list.leaves[-1 - from].leaf : Leaf::score;
+    const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number;
+    const TableOf of = p.program->tables[table].of;
+    constexpr int64_t kSmall = 1024;  // bytes of an owner's part of the table
+    if (p.program->tables[table].size * int64_t{sizeof(T)} <= kSmall) return;
+    if (count_ == kMost || of == TableOf::all || !(of_distances || of_keys || leaf == Leaf::row_number)) return;
+    const bool owned_by_rows = of == TableOf::queries;
+    const Terms& t = p.program->terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+    const int64_t n = p.first_entry + tile.n, head = tile.head[0], row = tile.position[0];
+    const int64_t first = of_distances ? row - keys.first + p.program->keys - 1 : of_keys ? keys.first : row;
+    const int64_t of_row = of_keys ? 0 : t.row, of_key = of_distances ? -t.row : of_keys ? t.row : 0;
+    Place& to = places_[count_++];
+    to.table = static_cast<const T*>(terms.data) + begin + n * terms.entry + head * terms.head +
+               (owned_by_rows ? row : keys.first) * terms.row;
+    to.step = terms.row;
+    to.owners = owned_by_rows ? rows_ : keys_;
+    to.index = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head +
+               list.leaves[-1 - from].column * t.col + first * t.row;
+    to.of_owner = owned_by_rows ? of_row : of_key;
+    to.of_other = owned_by_rows ? of_key : of_row;
+    to.last = (owned_by_rows ? keys_ : rows_) - 1;
+    // If two opposite corners of the tile have the same index, probably all pairs of the tile have it.
+    if (to.index[to.of_other * to.last] == to.index[to.of_owner * (to.owners - 1)]) to.last = 0;
+  }
+  ATTN_INLINE void ask(const Place& of, int64_t owner) const {
+    if (owner >= of.owners) return;
+    const T* const table = of.table + owner * of.step;
+    const int32_t* const index = of.index + owner * of.of_owner;
+    for (int64_t other = 0; other < of.last; other += kLine)
+      __builtin_prefetch(table + index[other * of.of_other], 0, 2);
+    __builtin_prefetch(table + index[of.last * of.of_other], 0, 2);
+  }
+
+  int64_t rows_, keys_;
+  Place places_[kMost];
+  int count_ = 0;
+  int64_t next_ = 0;
+};
+
+}  // namespace attn::ATTN_ISA
