@@ -107,8 +107,11 @@ def runner(
         with torch.set_grad_enabled(is_training):
             if unpads:
                 with integration.unpad(model):
-                    return [states(batch) for batch in batches]
-            return [states(batch) for batch in batches]
+                    results = [states(batch) for batch in batches]
+            else:
+                results = [states(batch) for batch in batches]
+        model.zero_grad()  # else the next call has less to allocate
+        return results
 
     return run
 
@@ -125,7 +128,10 @@ def onnxruntime_of(model: Any, batches: list[Batch]) -> Callable[[], Any]:
     return lambda: [session.run(None, batch) for batch in inputs]
 
 
-def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict[str, Any]]:
+def bench(
+    console: Console, seconds: float, most: int, wanted: str, save: Callable[[Any], None]
+) -> list[dict[str, Any]]:
+    """Returns the rows. Also saves them after each row, because all rows take an hour."""
     integration.register()
     disable_progress_bar()  # of loading weights
     has_onnxruntime = importlib.util.find_spec("onnxruntime") is not None
@@ -173,6 +179,7 @@ def bench(console: Console, seconds: float, most: int, wanted: str) -> list[dict
                 "spread": max(timing.spread for timing in timings.values()),
             }
         )
+        save(rows)
     return rows
 
 
@@ -225,12 +232,16 @@ def main() -> None:
     about_it = about()
     console.print(", ".join(f"{k} {v}" for k, v in about_it.items()))
     seconds, most = (0.1, 32) if arguments.quick else (2.0, MOST)
-    rows = bench(console, seconds, most, arguments.filter)
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if arguments.json:
+            write({"machine": about_it, "unpad": rows}, arguments.json)
+
+    rows = bench(console, seconds, most, arguments.filter, save)
     if not rows:
         parser.error(f"--filter {arguments.filter!r}: no row's name contains it")
     console.print(table_of(rows))
     if arguments.json:
-        write({"machine": about_it, "unpad": rows}, arguments.json)
         console.print(f"written: {arguments.json}")
 
 

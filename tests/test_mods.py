@@ -95,6 +95,21 @@ def test_two_axes() -> None:
     check(mods.two_axes(rel_h, rel_w), bias, [rel_h, rel_w])
 
 
+@pytest.mark.parametrize("leading", [(1, 1), (1, H), (B, 1), (B, H)])
+def test_few_numbers_of_each_query(leading: tuple[int, int]) -> None:
+    """Two small tables: one index is the same for 64 neighbouring keys, the other one is any."""
+    keys = 32 * 7
+    rel_h, rel_w = learned(*leading, L, 4), learned(*leading, L, 7)
+    column = torch.randint(7, (keys,))  # 64 neighbouring keys have one row, but any column
+    bias = rel_h.repeat_interleave(64, -1)[..., :keys] + rel_w[..., column]
+
+    def axes(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of = (b % leading[0], h % leading[1], i)
+        return s + rel_h[(*of, j // 64)] + rel_w[(*of, column[j])]
+
+    check(axes, bias.expand(B, H, L, keys), [rel_h, rel_w], keys)
+
+
 def test_swin() -> None:
     """A table by an index of the pair, computed or captured, as Swin's window attention has it."""
     table, places = learned(15 * 15, H), torch.arange(64)

@@ -21,13 +21,8 @@ from torch._dynamo.testing import CompileCounter
 import torch_attn
 from _models import Calls
 from torch_attn import reference
-from torch_attn.integrations.transformers import (
-    _Pattern,
-    attention_forward,
-    calls,
-    register,
-    unregister,
-)
+from torch_attn.integrations._masks import Pattern
+from torch_attn.integrations.transformers import attention_forward, calls, register, unregister
 
 ATTN = register()
 LAYERS = 2
@@ -544,7 +539,7 @@ def test_patterns_are_the_masks_of_transformers(place: str, windowed: bool, padd
         arguments["local_size"] = WINDOW
     mask = masking.sdpa_mask(**arguments, allow_is_causal_skip=False)
     pattern = MASKS[ATTN](**arguments, allow_is_causal_skip=True, config=mistral())
-    if isinstance(pattern, _Pattern):
+    if isinstance(pattern, Pattern):
         assert pattern.shape == (2, 1, L, S)
         assert pattern.padding is None or pattern.padding.shape == (2, 1, 1, S)
         assert padded or pattern.padding is None
@@ -574,7 +569,7 @@ def test_keys_on_both_sides_need_no_mask_of_pairs(kind: str, L: int, padded: boo
     config._attn_implementation = "sdpa"
     expected = make(config, **arguments)
     has_window = kind != "bidirectional" and L > WINDOW + 1
-    assert isinstance(ours, _Pattern) == has_window
+    assert isinstance(ours, Pattern) == has_window
     assert (
         has_window or (ours.shape == (2, 1, 1, L) if padded and L > 1 else ours is None) or L == 1
     )
@@ -686,9 +681,9 @@ FUNCTIONS = {
 def test_functions_that_only_look_like_a_window(name: str) -> None:
     """Masks of models outside of transformers, which may combine what they like."""
     assert isinstance(window_mask(FUNCTIONS[name], mistral()), Tensor)
-    assert not isinstance(window_mask(FUNCTIONS[name], mistral(), None), _Pattern)
-    assert isinstance(window_mask(SLIDING, mistral()), _Pattern)
-    assert isinstance(window_mask(SLIDING, config_of(OwnModel)), _Pattern)
+    assert not isinstance(window_mask(FUNCTIONS[name], mistral(), None), Pattern)
+    assert isinstance(window_mask(SLIDING, mistral()), Pattern)
+    assert isinstance(window_mask(SLIDING, config_of(OwnModel)), Pattern)
 
 
 class OwnConfig(transformers.MistralConfig):
@@ -702,7 +697,7 @@ class OwnModel(transformers.MistralModel):
 @pytest.mark.parametrize(
     ("model", "function", "size", "expected"),
     [
-        (transformers.MistralModel, SLIDING, WINDOW, _Pattern),
+        (transformers.MistralModel, SLIDING, WINDOW, Pattern),
         (transformers.MistralModel, SLIDING, WINDOW + 1, Tensor),
         (transformers.MistralModel, FUNCTIONS["or"], WINDOW, Tensor),
         (OwnModel, SLIDING, WINDOW, Tensor),
@@ -728,7 +723,7 @@ def test_what_a_graph_knows_to_be_a_window(
 def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     module = attention_module()
     for L, S in ((5, 6), (4, 5)):
-        pattern = _Pattern(-1, 0, None, None, (2, 1, L, S))
+        pattern = Pattern(-1, 0, None, None, (2, 1, L, S))
         message = rf"Module attends with 5 queries to 5 keys, but its mask .* {L} queries and {S}"
         with pytest.raises(ValueError, match=message):
             attention_forward(module, *qkv, pattern)
@@ -736,11 +731,11 @@ def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor
 
 def test_what_generate_and_accelerate_do_to_a_pattern() -> None:
     padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)
-    pattern = _Pattern(3, 0, torch.tensor(2), padding, (2, 1, 3, 5))
+    pattern = Pattern(3, 0, torch.tensor(2), padding, (2, 1, 3, 5))
     assert pattern.contiguous() is pattern
     moved = pattern.to("meta", non_blocking=True)
     assert (moved.offset.device.type, moved.padding.device.type) == ("meta", "meta")
     assert (moved.left, moved.shape) == (3, (2, 1, 3, 5))
-    assert _Pattern(3, 0, None, None, (2, 1, 3, 5)).to("meta").padding is None
+    assert Pattern(3, 0, None, None, (2, 1, 3, 5)).to("meta").padding is None
     # A model hands it back to be made into a mask again.
     assert MASKS[ATTN](attention_mask=pattern, config=mistral()) is pattern

@@ -22,14 +22,8 @@ import torch_attn
 from _memory import largest_block
 from _models import Calls, InFloat64, assert_close_in_float64
 from torch_attn import reference
-from torch_attn.integrations.transformers import (
-    _packed,
-    _Pattern,
-    _Texts,
-    attention_forward,
-    calls,
-    register,
-)
+from torch_attn.integrations._masks import Pattern, Texts, _packed
+from torch_attn.integrations.transformers import attention_forward, calls, register
 
 ATTN = register()
 LAYERS = 2
@@ -186,7 +180,7 @@ def test_packed_texts_beside_a_mask(kind: str) -> None:
         total = torch.where(same, given, -torch.inf)
     else:
         seen = torch.arange(8).view(1, 1, 1, 8) != 4
-        given = _Pattern(-1, 0, None, seen, (1, 1, 8, 8))
+        given = Pattern(-1, 0, None, seen, (1, 1, 8, 8))
         total = torch.where(same & seen, 0.0, -torch.inf).masked_fill(
             ~torch.ones(8, 8, dtype=torch.bool).tril(), -torch.inf
         )
@@ -316,8 +310,8 @@ def test_block_tables_are_an_error() -> None:
 def test_the_pattern_of_packed_texts_moves() -> None:
     """As accelerate moves what a layer on another device is given."""
     cu_seq = torch.tensor([0, 3, 8])
-    given = _Texts(cu_seq, cu_seq, 5, 5)
-    moved = _Pattern(-1, 0, None, None, (1, 1, 8, 8), given).to("meta")
+    given = Texts(cu_seq, cu_seq, 5, 5)
+    moved = Pattern(-1, 0, None, None, (1, 1, 8, 8), given).to("meta")
     assert moved.texts.cu_seq_q.is_meta
     assert moved.texts.cu_seq_k.is_meta
 

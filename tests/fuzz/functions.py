@@ -32,14 +32,13 @@ class Functions:
 
     def __init__(self, rng: random.Random, captured: list[Tensor], numbers: list[Tensor]) -> None:
         self.rng, self.batch = rng, len(captured[1])
-        self.of_heads, self.of_entries, self.scale, self.pairs, self.of_rows, self.of_keys = (
-            captured
-        )
+        self.of_heads, self.of_entries, self.scale, self.pairs, *tables = captured
+        self.of_rows, self.of_keys, self.few_of_rows = tables
         self.ids, self.flags, self.offset = numbers
 
     @staticmethod
     def sizes(B: int, H: int, L: int, S: int) -> list[tuple[int, ...]]:
-        return [(H, 6), (B, 5, 4), (), (H, L, S), (B, L, 20), (H, S, 20)]
+        return [(H, 6), (B, 5, 4), (), (H, L, S), (B, L, 20), (H, S, 20), (H, L, 2)]
 
     def choose(self, leaves: list[Term], operations: list[Term], depth: int) -> Term:
         return self.rng.choice([*leaves, *operations] if depth else leaves)
@@ -100,6 +99,7 @@ class Functions:
     def number(self, depth: int) -> Term:
         of_heads, of_entries, pairs = self.of_heads, self.of_entries, self.pairs
         of_rows, of_keys, bucket = self.of_rows, self.of_keys, self.bucket()
+        few, width = self.few_of_rows, self.rng.choice([1, 5, 64])
         leaves: list[Term] = [
             lambda e: e.s,
             lambda e: self.scale,
@@ -109,6 +109,7 @@ class Functions:
             lambda e: pairs[e.h, e.i, e.j],
             lambda e: of_rows[e.b, e.i, bucket(e)],
             lambda e: of_keys[e.h, e.j, bucket(e)],
+            lambda e: few[e.h, e.i, e.j // width % 2],
         ]
         if not depth:
             return self.rng.choice(leaves)
@@ -147,7 +148,7 @@ def check(seed: int, index: int, capabilities: list[str]) -> str | None:
 
 def compare(rng: random.Random) -> None:
     torch.manual_seed(rng.randrange(2**32))
-    lengths = rng.choice([(4, 5), (7, 3), (1, 6), (70, 5), (6, 80)])
+    lengths = rng.choice([(4, 5), (7, 3), (1, 6), (70, 5), (6, 80), (37, 70)])
     B, H, L, S = rng.randrange(1, 4), rng.randrange(1, 4), *lengths
 
     def learned(*sizes: int) -> Tensor:

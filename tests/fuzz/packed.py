@@ -18,7 +18,17 @@ from . import check as check_module
 from .check import Failure, apply_settings
 from .drawing import EDGES, MODES
 from .options import length, offset, softcap, weighted, window
-from .problem import DTYPES, MASKS, ON_CUDA, SINKS, SLOPES, VALUES, Problem
+from .problem import (
+    DTYPES,
+    EIGHT,
+    MASKS,
+    OF_SCALES,
+    ON_CUDA,
+    SINKS,
+    SLOPES,
+    VALUES,
+    Problem,
+)
 
 EVERY = 5  # one index in five has such a problem, too; odd, for all processes
 # The cost of a problem, in multiplications, that one in twenty exceeds by a factor of ten.
@@ -37,7 +47,7 @@ def part(name, a, n):  # what belongs to sequence n, as sdpa has it
         return a
     if name.endswith(("attn_mask", "logsumexp")):
         return a[:, q, : used[n]] if name.endswith("attn_mask") else a[:, q]
-    return a[k if name.endswith(("key", "value")) else q].transpose(0, 1)
+    return a[k if "key" in name or "value" in name else q].transpose(0, 1)
 def packed(query, key, value, cu_seq_q, cu_seq_k, **more):
     aux = torch_attn.varlen.AuxRequest(lse=True)
     cu_seq_q, cu_seq_k = (a if a is None else torch.tensor(starts(a), dtype=integer)
@@ -45,8 +55,10 @@ def packed(query, key, value, cu_seq_q, cu_seq_k, **more):
     return torch_attn.varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=aux, **more)
 def assert_same(name, actual, expected):
-    # a GPU computes 0 * scale for a sequence without keys
-    same = (actual == expected) & (ON_CUDA | (actual.signbit() == expected.signbit()))
+    # a GPU computes 0 * scale for a sequence without keys; 8 bits have -0, which 0 of a hidden key
+    # turns into 0
+    any_zero = ON_CUDA | any("scale" in name for name in x)
+    same = (actual == expected) & (any_zero | (actual.signbit() == expected.signbit()))
     differ = (~(same | actual.isnan() & expected.isnan())).sum().item()
     print(name, "numbers that differ:", differ)
     assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
@@ -73,7 +85,8 @@ for n, first in enumerate(starts(counts)[:-1]):
     of_key[table[n, : counts[n]].long()] |= in_use
 def gathered(pool):
     lines = [pool[table[n, : counts[n]].long()].flatten(0, 1)[: used[n]] for n in range(len(used))]
-    beyond = pool.new_full((tokens_k - sum(used), *pool.shape[2:]), SPOIL)
+    spoil = SPOIL if pool.dtype.itemsize > 1 else 99
+    beyond = pool.new_full((tokens_k - sum(used), *pool.shape[2:]), spoil)
     return torch.cat([*lines, beyond])
 """
 ALONE = """
@@ -87,7 +100,8 @@ def check_alone(solve, x, more):
         of_n = {"query_offset": offsets[n], **({"key_lengths": used[n]} if ON_CUDA else {})}
         if x["attn_mask"] is not None and used[n] == 1 < max_k:
             # The gradient of a mask of one column is computed otherwise: there is a second one.
-            dims, of_n["key_lengths"] = {"key": -2, "value": -2, "attn_mask": -1}, 1
+            dims, of_n["key_lengths"] = {"key": 1, "value": 1, "attn_mask": -1}, 1
+            dims |= {"key_scale": 1, "value_scale": 1}
             own = [{name: torch.cat([a, a], dims[name]) if name in dims else a
                     for name, a in tensors.items()} for tensors in own]
         alone = solve(torch_attn.sdpa_with_logsumexp, *own, **options, **of_n)
@@ -115,7 +129,7 @@ def check_alone(solve, x, more):
 PAGED = """
 def check_pages():
     output, logsumexp = packed(**x, **options, **numbers)
-    pools = {**x, "key": pool_key, "value": pool_value}
+    pools = {**x, **pool_of}
     numbers_of_pages = {**numbers, "cu_seq_k": None, "seqused_k": torch.tensor(used, dtype=integer)}
     paged = packed(**pools, **options, **numbers_of_pages, block_table=table)
     assert_same("output from pages", paged[0], output)
@@ -123,8 +137,8 @@ def check_pages():
 """
 CHUNKS = """
 def check_chunks():
-    names = ("query", "key", "value", "attn_mask")
     own = {name: part(name, a, cut) for name, a in x.items()}
+    names_of_keys = [name for name in x if "key" in name or "value" in name]
     def of_keys(x, **more):
         lengths = {"key_lengths": x["key"].size(1)} if ON_CUDA else {}
         return torch_attn.sdpa_with_logsumexp(**x, **options, **more, **lengths)
@@ -137,13 +151,14 @@ def check_chunks():
         chunk = {**own, "query": own["query"][:, first:last]}
         if own["attn_mask"] is not None:
             chunk["attn_mask"] = own["attn_mask"][:, first:last, : seen[-1]]
-        chunk |= {name: own[name][:, : seen[-1]] for name in ("key", "value")}
-        chunk["query"] = chunk["query"].detach().requires_grad_(first % 2 == 1)
+        chunk |= {name: own[name][:, : seen[-1]] for name in names_of_keys}
+        is_graded = first % 2 == 1 and not any("scale" in name for name in x)
+        chunk["query"] = chunk["query"].detach().requires_grad_(is_graded)
         found = of_keys(chunk, query_offset=offsets[cut] + first)
         for name, a, b in zip(("output", "logsumexp"), found, whole):
             assert_same(f"{name} of chunk {first}:{last}", a, b[:, first:last])
     ahead = {**own, "query": own["query"].transpose(0, 1)}
-    for name in ("key", "value"):
+    for name in names_of_keys:
         ahead[name] = torch.cat([own[name].transpose(0, 1)[:k] for k in (*seen, 0)])
     if own["attn_mask"] is not None:
         unseen = own["attn_mask"].new_zeros((*own["attn_mask"].shape[:-1], max_k - used[cut]))
@@ -168,6 +183,7 @@ class Packed:
     heads: tuple[int, int, int]  # Hq, Hk, Hv
     dims: tuple[int, int]  # E, Ev
     values: str = "normal"
+    eight: tuple[tuple[str, str, str], ...] = ()  # what has 8 bits, its kind, its scales' kind
     used: tuple[int, ...] | None = None  # None: all keys
     offset: int | tuple[int, ...] | None = None
     more: tuple[int, int, int, int] = (0, 0, 0, 0)  # tokens of no sequence; max_q and max_k, too
@@ -259,18 +275,31 @@ class Packed:
             pages = sum(-(-n // self.page) for n in self.in_use) + 2
             lines += [f"page, shared, SPOIL = {self.page}, {dict(self.shared)}, {self.spoil}"]
             lines += TABLE.strip().splitlines()
-        for name, heads, dim in (("key", Hk, E), ("value", Hv, Ev)):
+        in_rows = (pages, self.page) if self.page else (tokens[1],)
+        of_keys = {
+            name: tensor(name, (*in_rows, heads, dim), of_key)
+            for name, heads, dim in (("key", Hk, E), ("value", Hv, Ev))
+        }
+        for name, kind, of_scales in self.eight:
+            heads, dim = (Hk, E) if name == "key" else (Hv, Ev)
+            shape = (*in_rows, heads, dim)
+            of_keys[name] = self.like._placed(EIGHT[kind], shape, f"torch.{kind}", name)
+            values = f"({OF_SCALES[of_scales]})" + spoil.format("of_key[..., None]")
+            name = f"{name}_scale"
+            of_keys[name] = self.like._placed(values, shape[:-1], "torch.float32", name)
+        lines += ["pool_of = {}"] if self.page else []
+        for name, text in of_keys.items():
             if not self.page:
-                lines.append(f"x[{name!r}] = {tensor(name, (tokens[1], heads, dim), of_key)}")
+                lines.append(f"x[{name!r}] = {text}")
                 continue
-            text = tensor(name, (pages, self.page, heads, dim), of_key)
             if self.interleaved:
                 if name == "key":
-                    shape = (pages, self.page, max(Hk, Hv), E + Ev)
+                    shape = (*in_rows, max(Hk, Hv), E + Ev)
                     lines.append(f"pool = torch.full({shape}, {self.spoil}, dtype=dtype)")
-                columns = f":{E}" if name == "key" else f"{E}:"
+                heads, columns = (Hk, f":{E}") if name == "key" else (Hv, f"{E}:")
                 text = f"pool[:, :, :{heads}, {columns}].copy_({text})"
-            lines += [f"pool_{name} = {text}", f"x[{name!r}] = gathered(pool_{name})"]
+            lines.append(f"pool_of[{name!r}] = {text}")
+            lines.append(f"x[{name!r}] = gathered(pool_of[{name!r}])")
         lines.append("x['attn_mask'] = None")
         for name, table in (("attn_mask", MASKS), ("alibi_slopes", SLOPES), ("sinks", SINKS)):
             if name not in self.tables:
@@ -398,6 +427,10 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
                if rng.random() < 0.35}  # fmt: skip
     if device in ON_CUDA and dtype in ("bfloat16", "float16"):
         layouts = {}  # rows of packed sequences that begin anywhere: tensor cores do not take them
+    eight: list[tuple[str, str, str]] = []
+    if mode == "forward" and device not in ON_CUDA and dtype != "float64" and rng.random() < 0.3:
+        eight = [(n, rng.choice([*EIGHT]), rng.choice([*OF_SCALES, "normal"]))
+                 for n in ("key", "value") if rng.random() < 0.7]  # fmt: skip
     scale = rng.choice((0.0, 1.0, -0.37, 0.1, 2.5, 12.0)) if rng.random() < 0.2 else None
     precision = "highest"
     if dtype == "float32" and (device == "amx" or rng.random() < 0.15):
@@ -406,6 +439,7 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
         seed=rng.randrange(2**31), mode=mode, dtype=dtype, queries=tuple(queries),
         keys=tuple(keys), heads=(Hq, Hk, Hv), dims=(dims[0], dims[1]),
         values=weighted(rng, {"normal": 80, "large": 8, "spread": 6, "integers": 4, "tiny": 2}),
+        eight=tuple(eight),
         used=None if used is None else tuple(used), offset=offsets,
         more=tuple(rng.choice((0, 0, 1, 5, 70)) for _ in range(4)),
         integer=rng.choice(("int32", "int64")), layouts=layouts, wanted=wanted,
@@ -413,7 +447,8 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
         softcap=softcap(rng) if rng.random() < 0.2 else 0.0, window=pair, tables=tables,
         dtypes=dtypes, mask_heads=rng.choice((1, Hq)), spoil=rng.choice(("nan", "nan", "inf")),
         page=page, shared=tuple(shared) if page and rng.random() < 0.6 else (),
-        interleaved=bool(page) and rng.random() < 0.3, cut=cut, cuts=cuts if cut >= 0 else (),
+        interleaved=bool(page) and not eight and rng.random() < 0.3,
+        cut=cut, cuts=cuts if cut >= 0 else (),
         invariant=device in ON_CUDA or rng.random() < 0.15,
         threads=rng.choices([1, 2, 3], [8, 1, 1])[0], precision=precision,
     )  # fmt: skip
@@ -491,9 +526,9 @@ def smaller(problem: Packed) -> Iterator[Packed]:
             yield but(cuts=problem.cuts[:i] + problem.cuts[i + 1 :])
     for n in range(len(problem.queries)):
         yield without(problem, n)
-    fields = ("page", "used", "offset", "more", "layouts", "scale", "softcap", "window", "values",
-              "shared", "interleaved", "invariant", "threads", "precision", "integer", "heads",
-              "dtypes")  # fmt: skip
+    fields = ("eight", "page", "used", "offset", "more", "layouts", "scale", "softcap", "window",
+              "values", "shared", "interleaved", "invariant", "threads", "precision", "integer",
+              "heads", "dtypes")  # fmt: skip
     for name in fields:
         if getattr(problem, name) != getattr(plain, name):
             heads = {"mask_heads": 1} if name == "heads" else {}

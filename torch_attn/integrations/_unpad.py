@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_attn.integrations import transformers as integration
+from torch_attn.integrations._masks import Pattern, Texts
 from torch_attn.nn import MultiheadAttention
 
 __all__ = ["Unpadded"]
@@ -83,7 +84,7 @@ class _Plan:
 
     keep: Tensor  # [B, L], boolean
     index: Tensor  # [T], int64, in keep.flatten()
-    texts: integration._Texts
+    texts: Texts
     bias: Tensor | None = None  # T5: [1, H, longest, longest], which all layers share
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     layers: int = 0  # layers that have begun
@@ -325,7 +326,7 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     index = keep.flatten().nonzero().flatten()
     torch._dynamo.maybe_mark_dynamic(index, 0)
     longest = int(lengths.max())
-    return _Plan(keep, index, integration._Texts(cu_seq, cu_seq, longest, longest))
+    return _Plan(keep, index, Texts(cu_seq, cu_seq, longest, longest))
 
 
 def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +374,7 @@ def _refuse_mask(plan: _Plan, mask: Any) -> str:
 
     A mask `[B, 1, L, L]` counts as causal if some token x sees a token y that does not see x.
     """
-    is_causal = isinstance(mask, integration._Pattern) and mask.right == 0
+    is_causal = isinstance(mask, Pattern) and mask.right == 0
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.size(2) > 1:
         if torch.compiler.is_compiling():
             return "a graph cannot tell whether its mask is causal; do not compile this model"

@@ -243,12 +243,12 @@ struct Forward {
   // its sink.
   static void finish(const ForwardParams& p, const Buffers& b, RowState& state, const Results<T>& to) {
     const RowTile& rows = state.rows;
-    const auto largest = [&](int64_t i) { return state.largest ? state.largest[i] : 0; };
     const int64_t lanes = rows.template lanes<T>();
-    const bool has_sinks = p.sinks && to.final;
-    T sinks[kRowTile], sums[kRowTile];  // the sums, including the sinks
+    const bool has_sinks = p.sinks && to.final, wants_numbers = to.logsumexp || to.max_score;
+    T sinks[kRowTile];
     for (int64_t i = 0; i < lanes && has_sinks; ++i)
       sinks[i] = sink_of<T>(p, rows.n * p.heads + rows.head[smaller(i, rows.count - 1)]);
+    RowNumbers<T> numbers;
     for (int64_t i = 0; i < lanes; i += W) {
       Vec<T> sum = state.started ? load<T>(state.sum + i) : Vec<T>{}, reference = load<T>(state.reference + i);
       const auto empty = sum == Vec<T>{};
@@ -265,8 +265,9 @@ struct Forward {
           T* at = state.output_t + (i + r) * b.ld_output + d;
           store<T>(at, empty[r] ? splat<T>(of_empty[r]) : load<T>(at) * inverse[r]);
         }
-      store<T>(sums + i, sum);
-      store<T>(state.reference + i, reference);
+      if (wants_numbers)
+        numbers.set(p, to, i, empty, reference, sum, state.largest ? load<T>(state.largest + i) : Vec<T>{},
+                    has_sinks ? load<T>(sinks + i) : splat<T>(-kInfinity<T>));
     }
     if (b.few_rows) {
       T *const tile = state.output_t, *const rest = b.rest ? tile + b.rest_of_row : nullptr;
@@ -279,10 +280,10 @@ struct Forward {
       rows.unpack_rounded(p, to.output, to.residual, to.final ? p.value_dim : columns(p), state.output_t, b.x,
                           b.rest ? state.output_t + p.value_dim * kRowTile : nullptr);
     }
-    if (!to.logsumexp && !to.max_score) return;
-    for (int64_t i = 0; i < rows.count; ++i)
-      write_numbers<T>(p, {rows.n, rows.head[i], rows.position[i]}, state.started && state.sum[i] != 0,
-                       state.reference[i], sums[i], largest(i), to);
+    if (!wants_numbers) return;
+    rows.each_head([&](int64_t head, int64_t position, int64_t lane, int64_t count) {
+      numbers.write(p, to, {rows.n, head, position}, lane, count);
+    });
   }
 
   static void run(const ForwardParams& p, int64_t task, char* workspace) {

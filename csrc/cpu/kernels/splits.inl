@@ -53,29 +53,50 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
   return none ? splat<T>(1) : of_sum;
 }
 
-// Writes the logsumexp and the largest score of a row. `reference` and `sum` include the sink. `largest` does not
-// include the sink. `largest`, like `reference`, is a product if leaves_products(), else a score.
+// The logsumexp and the largest score of the rows of a tile, before they are written.
 template <class T>
-void write_numbers(const ForwardParams& p, const Row& at, bool has_keys, T reference, T sum, T largest,
-                   const Results<T>& to) {
-  const int64_t number = to.number(p, at);
-  if (to.logsumexp) store_logsumexp<T>(to.logsumexp + 2 * number, reference, has_keys ? sum : 0);
-  if (to.max_score && !to.final) to.max_score[number] = largest;
-  if (!to.final || !to.max_score) return;
-  const double scale = leaves_products<T>(p) ? p.scale : 1;
-  const bool is_number = sum == sum;  // the sum with a score of +inf is inf - inf
-  const T infinite = largest == kInfinity<T> ? largest : sum;
-  to.max_score[number] = is_number ? static_cast<T>(largest * scale) : infinite;
-  if (!is_number) {
-    to.row_logsumexp[number] = infinite;
-    return;
+class RowNumbers {
+ public:
+  // Sets the numbers of a vector of rows. `reference` and `sum` include the sink. `largest` does not include the sink.
+  // `largest`, like `reference`, is a product if leaves_products(), else a score. `empty`: which rows saw no key.
+  template <class Mask>
+  ATTN_INLINE void set(const ForwardParams& p, const Results<T>& to, int64_t lane, const Mask& empty, Vec<T> reference,
+                       Vec<T> sum, Vec<T> largest, Vec<T> sink) {
+    constexpr double kLn2 = 0.69314718055994530942;
+    Doubles<T> log2_sum;
+    find_log2(sum, log2_sum);
+    store<T>(reference_ + lane, empty ? splat<T>(-kInfinity<T>) : reference);
+    store<T>(log2_sum_ + lane, empty ? Vec<T>{} : __builtin_convertvector(log2_sum, Vec<T>));
+    if (!to.final) return store<T>(max_score_ + lane, largest);
+    const double scale = leaves_products<T>(p) ? p.scale : 1;
+    // The logsumexp is at least the sink. Takes the sink itself if `found` is below it, because as_in_tiles() may have
+    // clamped the sink.
+    const Vec<T> found =
+        __builtin_convertvector(__builtin_convertvector(reference, Doubles<T>) * scale + log2_sum * kLn2, Vec<T>);
+    const Vec<T> scaled = __builtin_convertvector(__builtin_convertvector(largest, Doubles<T>) * scale, Vec<T>);
+    const Vec<T> logsumexp = (empty | (sink > found)) ? sink : found;
+    const Vec<T> infinite = largest == kInfinity<T> ? largest : sum;  // the sum with a score of +inf is inf - inf
+    store<T>(logsumexp_ + lane, sum == sum ? logsumexp : infinite);
+    store<T>(max_score_ + lane, sum == sum ? scaled : infinite);
   }
-  // The logsumexp is at least the sink. Takes the sink itself if `found` is below it, because as_in_tiles() may have
-  // clamped the sink.
-  const T sink = sink_of<T>(p, at.n * p.heads + at.head);
-  const double found = static_cast<double>(reference) * scale + __builtin_log(static_cast<double>(sum));
-  to.row_logsumexp[number] = !has_keys || sink > static_cast<T>(found) ? sink : static_cast<T>(found);
-}
+  // Writes the numbers of `count` neighbouring rows of a head. The first row is `at`, and has lane `lane`.
+  void write(const ForwardParams& p, const Results<T>& to, const Row& at, int64_t lane, int64_t count) const {
+    const int64_t number = to.number(p, at);
+    const auto copy = [&](T* all, const T* lanes) {
+      if (all) __builtin_memcpy(all + number, lanes + lane, static_cast<size_t>(count) * sizeof(T));
+    };
+    for (int64_t i = 0; i < count && to.logsumexp; ++i) {
+      to.logsumexp[2 * (number + i)] = reference_[lane + i];
+      to.logsumexp[2 * (number + i) + 1] = log2_sum_[lane + i];
+    }
+    copy(to.row_logsumexp, logsumexp_);
+    copy(to.max_score, max_score_);
+  }
+
+ private:
+  T reference_[kRowTile], log2_sum_[kRowTile];  // the pair (logsumexp.inl)
+  T logsumexp_[kRowTile], max_score_[kRowTile];
+};
 
 // Writes the residual of one row of the output, after the rounded row is stored. The residual is `row` minus the stored
 // row, plus `rest` unless `rest` is null. Overwrites `row`. `scratch` is as large as `row`.
@@ -86,8 +107,7 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
   unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
 }
 
-// Divides `row` by `sum`, writes the quotient as the output of one row, and then calls write_numbers() for this row.
-// `rest` is what the row lost when its weights were rounded, or null. The residual includes `rest`. Overwrites `row`
+// Divides `row` by `sum`, writes the quotient as the output of one row, and then writes the row's numbers. `rest` is what the row lost when its weights were rounded, or null. The residual includes `rest`. Overwrites `row`
 // and `rest`. A residual needs `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
@@ -108,7 +128,11 @@ void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T referen
   if (rest && !to.final)
     unpack_rows<T>(block_of(p, to.output, at.n, at.head, at.position, p.value_dim), rest, p.value_dim, 1, p.value_dim);
   if (to.residual.data) write_residual<T>(p, at, row, rest, to, scratch);
-  if (to.logsumexp || to.max_score) write_numbers<T>(p, at, has_keys, reference, sum, largest, to);
+  if (!to.logsumexp && !to.max_score) return;
+  RowNumbers<T> numbers;
+  numbers.set(p, to, 0, splat<T>(has_keys) == Vec<T>{}, splat<T>(reference), splat<T>(sum), splat<T>(largest),
+              splat<T>(sink_of<T>(p, at.n * p.heads + at.head)));
+  numbers.write(p, to, at, 0, 1);
 }
 
 // Merges the splits of the rows numbered [first, last): O = sum_s w_s O_s / sum_s w_s,
