@@ -107,8 +107,9 @@ void write_residual(const ForwardParams& p, const Row& at, T* row, const T* rest
   unpack_rows<T>(block_of(p, to.residual, at.n, at.head, at.position), row, p.value_dim, 1, p.value_dim);
 }
 
-// Divides `row` by `sum`, writes the quotient as the output of one row, and then writes the row's numbers. `rest` is what the row lost when its weights were rounded, or null. The residual includes `rest`. Overwrites `row`
-// and `rest`. A residual needs `scratch`, which is as large as `row`.
+// Divides `row` by `sum`, writes the quotient as the output of one row, and then writes the row's numbers. `rest` is
+// what the row lost when its weights were rounded, or null. The residual includes `rest`. Overwrites `row` and `rest`.
+// A residual needs `scratch`, which is as large as `row`.
 template <class T>
 void write_row(const ForwardParams& p, const Row& at, T* row, T* rest, T reference, T sum, T largest,
                const Results<T>& to, T* scratch) {
