@@ -29,7 +29,12 @@ from examples.demo.embeddings import embed, get_model_path
 from examples.demo.gpt import GPT, Config, Training
 from examples.demo.report import console, table
 from examples.demo.text import sentences
-from torch_attn.integrations.transformers import attention_forward, register
+from torch_attn.integrations.transformers import (
+    EIGHT_BITS,
+    EightBits,
+    attention_forward,
+    register,
+)
 
 CONFIG = Config(context=1024, layers=4, heads=2, width=128)
 # Context, batch, steps. Short contexts come first, because there a model soon learns where to look.
@@ -109,8 +114,10 @@ def attention_of(bits: Bits) -> str:
     """The name, for transformers, of our attention with such keys and values."""
 
     def forward(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
-        more |= stored(key, value, bits)
-        return attention_forward(module, query, attention_mask=mask, **more)
+        x = stored(key, value, bits)
+        if bits is not None:
+            more[EIGHT_BITS] = EightBits(**x)
+        return attention_forward(module, query, x["key"], x["value"], mask, **more)
 
     AttentionInterface.register(f"attn, {bits}", forward)
     AttentionMaskInterface.register(f"attn, {bits}", AttentionMaskInterface()[register()])

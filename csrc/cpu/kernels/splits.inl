@@ -57,27 +57,33 @@ ATTN_INLINE Vec<T> add_sinks(const Problem& p, Vec<T> sink, Vec<T>& reference, V
 template <class T>
 class RowNumbers {
  public:
+  static constexpr int W = kLanes<T>;
   // Sets the numbers of a vector of rows. `reference` and `sum` include the sink. `largest` does not include the sink.
   // `largest`, like `reference`, is a product if leaves_products(), else a score. `empty`: which rows saw no key.
   template <class Mask>
   ATTN_INLINE void set(const ForwardParams& p, const Results<T>& to, int64_t lane, const Mask& empty, Vec<T> reference,
                        Vec<T> sum, Vec<T> largest, Vec<T> sink) {
     constexpr double kLn2 = 0.69314718055994530942;
-    Doubles<T> log2_sum;
-    find_log2(sum, log2_sum);
-    store<T>(reference_ + lane, empty ? splat<T>(-kInfinity<T>) : reference);
-    store<T>(log2_sum_ + lane, empty ? Vec<T>{} : __builtin_convertvector(log2_sum, Vec<T>));
-    if (!to.final) return store<T>(max_score_ + lane, largest);
     const double scale = leaves_products<T>(p) ? p.scale : 1;
+    T references[W], sums[W], most[W], logarithms[W], found[W];
+    store<T>(references, reference);
+    store<T>(sums, sum);
+    store<T>(most, largest);
+    for (int i = 0; i < W; ++i) {
+      const double log2_sum = log2_of(sums[i]);
+      logarithms[i] = static_cast<T>(log2_sum);
+      found[i] = static_cast<T>(references[i] * scale + log2_sum * kLn2);
+      most[i] = static_cast<T>(most[i] * scale);
+    }
+    store<T>(reference_ + lane, empty ? splat<T>(-kInfinity<T>) : reference);
+    store<T>(log2_sum_ + lane, empty ? Vec<T>{} : load<T>(logarithms));
+    if (!to.final) return store<T>(max_score_ + lane, largest);
     // The logsumexp is at least the sink. Takes the sink itself if `found` is below it, because as_in_tiles() may have
     // clamped the sink.
-    const Vec<T> found =
-        __builtin_convertvector(__builtin_convertvector(reference, Doubles<T>) * scale + log2_sum * kLn2, Vec<T>);
-    const Vec<T> scaled = __builtin_convertvector(__builtin_convertvector(largest, Doubles<T>) * scale, Vec<T>);
-    const Vec<T> logsumexp = (empty | (sink > found)) ? sink : found;
+    const Vec<T> logsumexp = (empty | (sink > load<T>(found))) ? sink : load<T>(found);
     const Vec<T> infinite = largest == kInfinity<T> ? largest : sum;  // the sum with a score of +inf is inf - inf
     store<T>(logsumexp_ + lane, sum == sum ? logsumexp : infinite);
-    store<T>(max_score_ + lane, sum == sum ? scaled : infinite);
+    store<T>(max_score_ + lane, sum == sum ? load<T>(most) : infinite);
   }
   // Writes the numbers of `count` neighbouring rows of a head. The first row is `at`, and has lane `lane`.
   void write(const ForwardParams& p, const Results<T>& to, const Row& at, int64_t lane, int64_t count) const {
