@@ -3,7 +3,7 @@
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
-ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+ATTN_TARGET("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define ATTN_ISA amx
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
 #include "cpu/tiles/gemm_amx.inl"  // first, because the kernels use its products

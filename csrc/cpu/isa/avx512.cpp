@@ -2,7 +2,7 @@
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
-ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+ATTN_TARGET("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define ATTN_ISA avx512
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
 #include "cpu/kernels/kernels.inl"

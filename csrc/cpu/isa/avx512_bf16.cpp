@@ -3,7 +3,7 @@
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)
-ATTN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")
+ATTN_TARGET("prfchw,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx2,fma,f16c")
 #define ATTN_ISA avx512_bf16
 #define ATTN_INSTRUCTIONS "cpu/isa/instructions_avx512.inl"
 #include "cpu/kernels/kernels.inl"

@@ -286,6 +286,20 @@ struct Forward {
     });
   }
 
+  // Prefetches the memory of the numbers of rows (RowNumbers), because a short sequence would wait for this memory. The
+  // numbers lie far apart, so processors by themselves do not foresee the stores.
+  static void prefetch_numbers(const ForwardParams& p, const RowTile& rows, const Results<T>& to) {
+    const auto ask = [](const T* data, int64_t count) {
+      for (int64_t i = 0; data && i < count; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(data + i, 1, 3);
+    };
+    rows.each_head([&](int64_t head, int64_t position, int64_t, int64_t count) {
+      const int64_t number = to.number(p, {rows.n, head, position});
+      ask(to.logsumexp ? to.logsumexp + 2 * number : nullptr, 2 * count);
+      ask(to.row_logsumexp ? to.row_logsumexp + number : nullptr, count);
+      ask(to.max_score ? to.max_score + number : nullptr, count);
+    });
+  }
+
   static void run(const ForwardParams& p, int64_t task, char* workspace) {
     const Buffers b(p, workspace);
     const RowTask own(p, task);
@@ -302,6 +316,8 @@ struct Forward {
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
         },
         kRows);
+    const Results<T> to(p, own.split, columns(p));
+    for (const RowState& state : rows) prefetch_numbers(p, state.rows, to);
     Tile from;
     const auto load = [&](Range keys) {
       const int64_t key_head = key_head_of(p, own.first_head), value_head = value_head_of(p, own.first_head);
@@ -323,7 +339,6 @@ struct Forward {
     };
     each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
                       [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, from); });
-    const Results<T> to(p, own.split, columns(p));
     for (RowState& state : rows) finish(p, b, state, to);
   }
 

@@ -57,7 +57,7 @@ class Evaluation {
       T* const numbers = workspace + i * kLeaf;
       leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
       if (has_tables && is_number(leaf))
-        indices_[i] = Indices<T>::of(leaf, numbers, rows.size(), keys.size(), indices + i * Indices<T>::kRoom);
+        indices_[i] = Indices<T>::of(leaf, leaves_[i].data, rows.size(), keys.size(), indices + i * Indices<T>::kRoom);
     }
     for (int i = 0; i < list.step_count; ++i) {
       const Step& step = list.steps[i];
@@ -181,7 +181,9 @@ class Evaluation {
       for (int i = 0; i < W; ++i) to[i] = x;
       return Values<T>{to, 0, 0};
     };
-    const auto of_rows = [&](auto number) {
+    const auto of_rows = [&](auto number, const T* in_place = nullptr) {
+      // Lookup::step() also reads the number after the tile.
+      if (in_place && rows.first + kRowTile < p.program->queries) return Values<T>{in_place + rows.first, 0, -1};
       for (int64_t i = 0; i < kRowTile; ++i) to[i] = i < rows.size() ? number(rows.first + i) : T{};
       return Values<T>{to, 0, -1};
     };
@@ -192,9 +194,11 @@ class Evaluation {
       }
       return Values<T>{to, W, 0};
     };
-    const auto of_distances = [&](auto number) {
+    const auto of_distances = [&](auto number, const T* in_place) {
       const int64_t first = rows.first - keys.first - (kKeyTile - 1) + p.program->keys - 1;
       const int64_t last = p.program->queries + p.program->keys - 1;
+      if (in_place && first >= 0 && first + 2 * kRowTile <= last)
+        return Values<T>{in_place + first + kKeyTile - 1, -1, -1};
       fill_zero(to, 2 * kRowTile);
       for (int64_t i = larger(0, -first); i < smaller(2 * kRowTile, last - first); ++i) to[i] = number(first + i);
       return Values<T>{to + kKeyTile - 1, -1, -1};
@@ -205,6 +209,9 @@ class Evaluation {
     const int64_t column = n * t.entry + head * t.head + leaf.column * t.col;
     const auto term = [&](int64_t row) { return static_cast<const T*>(t.data)[column + row * t.row]; };
     const auto number = [&](int64_t row) { return as_lane(static_cast<const int32_t*>(t.data)[column + row * t.row]); };
+    // Kernels read numbers in place if these numbers lie side by side and are as wide as T. Otherwise they read a copy.
+    const T* const terms = t.row == 1 ? static_cast<const T*>(t.data) + column : nullptr;
+    const T* const numbers = sizeof(T) == sizeof(int32_t) ? terms : nullptr;
     switch (leaf.leaf) {
       case Leaf::number:
         return everywhere(static_cast<T>(leaf.number));
@@ -228,19 +235,19 @@ class Evaluation {
         return tile(tiles.pair_tangent);
       case Leaf::row_term:
       case Leaf::row_tangent:
-        return of_rows(term);
+        return of_rows(term, terms);
       case Leaf::key_term:
       case Leaf::key_tangent:
         return of_keys(term);
       case Leaf::distance_term:
       case Leaf::distance_tangent:
-        return of_distances(term);
+        return of_distances(term, terms);
       case Leaf::row_number:
-        return of_rows(number);
+        return of_rows(number, numbers);
       case Leaf::key_number:
         return of_keys(number);
       case Leaf::distance_number:
-        return of_distances(number);
+        return of_distances(number, numbers);
       case Leaf::query:
         return of_rows([](int64_t i) { return as_lane(static_cast<Int<T>>(i)); });
       case Leaf::key:
@@ -253,22 +260,41 @@ class Evaluation {
   void apply(int n, int64_t count, T* to) const {
     using V = Vec<T>;
     const Step& step = list_.steps[n];
-    const Values<T> x = at(step.from[0]), y = at(step.from[1]), z = at(step.from[2]);
+    Op op = step.op;
+    Values<T> x = at(step.from[0]), y = at(step.from[1]), z = at(step.from[2]);
     if (!to) to = slot(step.to);
+    if (op == Op::lookup || op == Op::lookup_tangent) {
+      const Values<T> same = lookups_[step.lookup];
+      if (!same.data) return look_up(step, terms_of(step), count, to);
+      op = Op::fma;
+      x = y;
+      y = z;
+      z = {same.data + first_ * same.step, same.step, same.lanes};
+    }
     const auto each = [&, lanes = lanes_](auto f) __attribute__((always_inline)) {
-      for (int64_t j = 0; j < count; ++j)
-        for (int64_t i = 0; i < lanes; i += W) {
-          const auto of = [&](const Values<T>& v)
-                              __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
-          V result;
-          if constexpr (std::is_invocable_v<decltype(f), V&, V, V, V>)
-            f(result, of(x), of(y), of(z));
-          else if constexpr (std::is_invocable_v<decltype(f), V&, V, V>)
-            f(result, of(x), of(y));
-          else
-            f(result, of(x));
-          store<T>(to + j * kRowTile + i, result);
+      const int64_t next_x = x.lanes & W, next_y = y.lanes & W, next_z = z.lanes & W;  // to the next vector
+      const auto each_vector = [&](auto second_is_same) __attribute__((always_inline)) {
+        const V same = load<T>(y.data);
+        for (int64_t j = 0; j < count; ++j) {
+          const T *a = x.data + j * x.step, *b = y.data + j * y.step, *c = z.data + j * z.step;
+          T* result = to + j * kRowTile;
+#pragma GCC unroll 4
+          for (const T* const end = result + lanes; result != end; result += W, a += next_x, b += next_y, c += next_z) {
+            const V second = second_is_same() ? same : load<T>(b);
+            V of_vector;
+            if constexpr (std::is_invocable_v<decltype(f), V&, V, V, V>)
+              f(of_vector, load<T>(a), second, load<T>(c));
+            else if constexpr (std::is_invocable_v<decltype(f), V&, V, V>)
+              f(of_vector, load<T>(a), second);
+            else
+              f(of_vector, load<T>(a));
+            store<T>(result, of_vector);
+          }
         }
+      };
+      // Often the second operand is a constant, such as the scale. It stays in a register.
+      if (!std::is_invocable_v<decltype(f), V&, V> && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
+      each_vector(std::false_type());
     };
 // These macros compute an operation's result from its operands a, b and c. Their lambdas are always inlined, because
 // GCC compiles lambdas in templates for the oldest processor.
@@ -276,7 +302,7 @@ class Evaluation {
   return each([](V& to, __VA_ARGS__) __attribute__((always_inline)) { to = as_number<T>(result); })
 #define ATTN_WHOLE(result) \
   ATTN_EACH(each_whole<T>(a, b, [](Int<T> m, Int<T> n) { return static_cast<Int<T>>(result); }), const V& a, const V& b)
-    switch (step.op) {
+    switch (op) {
       case Op::add:
         ATTN_EACH(a + b, const V& a, const V& b);
       case Op::sub:
@@ -359,14 +385,13 @@ class Evaluation {
         ATTN_EACH(whole<T>(a) <= whole<T>(b), const V& a, const V& b);
       case Op::where:
         ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
-      case Op::lookup:
-      case Op::lookup_tangent:
-        return look_up(step, terms_of(step), count, to);
       case Op::float_of:
         ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
       case Op::whole_of:
         ATTN_EACH(__builtin_convertvector(a, Vec<Int<T>>), const V& a);
       case Op::leaf:
+      case Op::lookup:
+      case Op::lookup_tangent:
         break;
     }
 #undef ATTN_EACH
@@ -392,12 +417,6 @@ class Evaluation {
                           __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
       store<T>(to + j * kRowTile + i, of(y) * of(z) + found);
     };
-    if (Values<T> same = lookups_[step.lookup]; same.data) {
-      same.data += first_ * same.step;
-      for (int64_t j = 0; j < count; ++j)
-        for (int64_t i = 0; i < lanes_; i += W) put(j, i, load<T>(same.data + j * same.step + (i & same.lanes)));
-      return;
-    }
     const Lookup<T> at = lookup(step.table, terms, step.from[0]);
     const T* const table = at.table + first_ * at.key;
     const Indices<T>* const leaf = at.size >= UInt<T>{W} ? at.indices : nullptr;

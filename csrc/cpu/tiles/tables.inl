@@ -29,14 +29,15 @@ struct Indices {
     return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
   }
 
-  static Indices of(Leaf leaf, const T* numbers, int64_t rows, int64_t keys, T* room) {
+  // `data`: Values::data of the leaf.
+  static Indices of(Leaf leaf, const T* data, int64_t rows, int64_t keys, T* room) {
     auto* const least = reinterpret_cast<UInt<T>*>(room);
     UInt<T>* const most = least + 2 * kRowTile + W;
     T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile + W);
-    Indices found = {numbers, least, most, leaf == Leaf::distance_number, leaf == Leaf::key_number || leaf == Leaf::key,
-                     true};
-    if (found.of_keys) {
-      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = numbers[j * W];
+    const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number || leaf == Leaf::key;
+    Indices found = {of_distances ? data - (kKeyTile - 1) : data, least, most, of_distances, of_keys, true};
+    if (of_keys) {
+      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = data[j * W];
       for (int64_t j = keys; j < kKeyTile; ++j) of_each_key[j] = T{};
       found.numbers = of_each_key;
     }
