@@ -85,6 +85,14 @@ def natten(side: int = 64, window: int = 13) -> Job:
     return shown(mask_mod, lambda *x: torch_attn.sdpa(*x, attn_mask=mask), side * side)
 
 
+def twenty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """20 operations of the pair. A call over few keys shows how long Python and the operator take."""
+    x = score * 0.5 + torch.tanh(score / 3) * 3
+    y = (x - 1).square() + x
+    z = torch.where(y < x, y * 2, y + 1).exp().log1p()
+    return torch.maximum(z * 1.5 - 0.25, z.abs().sqrt() / 7)
+
+
 def eager_t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     place = torch.arange(q.size(2))
     distance = place - place[:, None]
@@ -160,6 +168,7 @@ def jobs() -> dict[str, tuple[Callable[[], Job], dict[str, float]]]:
             {"f32": 0.5, "bf16": 0.4},
         ),
         "T5, L = 128": (lambda: t5(128), {}),
+        "20 operations, L = 8": (lambda: scored(lambda: twenty, shape=(1, H, 8, 8)), {}),
         "ALiBi, 12:3 heads": (lambda: scored(alibi, torch.rand(H) / 8, key_heads=3), {}),
         "T5, decoding": (
             lambda: scored(lambda w: mods.t5(w, bidirectional=False), learned(32, H), shape=decode),
