@@ -86,7 +86,7 @@ def natten(side: int = 64, window: int = 13) -> Job:
 
 
 def twenty(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """20 operations of the pair. A call over few keys shows how long Python and the operator take."""
+    """20 operations of the pair. With few keys, Python and the operator take most of the time."""
     x = score * 0.5 + torch.tanh(score / 3) * 3
     y = (x - 1).square() + x
     z = torch.where(y < x, y * 2, y + 1).exp().log1p()

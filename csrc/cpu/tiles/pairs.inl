@@ -37,14 +37,32 @@ void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants
       row = last;
     }
   };
+  const auto keys_of = [&](int64_t first, int64_t last) {
+    return Range{first * kKeyTile, smaller(last * kKeyTile, p.program->keys)};
+  };
+  // Whether the list's bounds say what the mask does to all of these tiles. If so, fills them in.
+  const auto are_decided = [&](int64_t first, int64_t last) {
+    const Between shown = bounds(*p.program, list, n, head, rows, keys_of(first, last), room);
+    for (int64_t i = first; shown.is_one() && i < last; ++i) tiles[i] = shown.least != 0 ? kAllPairs : kNoPair;
+    return shown.is_one();
+  };
+  constexpr int64_t kGroup = 8;  // most masks hide or show long runs of tiles
   for (int64_t key_tile = 0; key_tile < m.key_tiles; ++key_tile) {
     if (wants_bits && tiles[key_tile] < 0) continue;
-    const Range keys = {key_tile * kKeyTile, smaller((key_tile + 1) * kKeyTile, p.program->keys)};
+    if (!wants_bits && !m.blocks.data) {
+      const int64_t last = smaller(key_tile + kGroup, m.key_tiles);
+      if (key_tile % kGroup == 0 && are_decided(key_tile, last)) {
+        key_tile = last - 1;
+        continue;
+      }
+      if (are_decided(key_tile, key_tile + 1)) continue;
+    }
+    const Range keys = keys_of(key_tile, key_tile + 1);
     bool any_partial = !m.blocks.data;
     for (int64_t key = keys.first; m.blocks.data && key < keys.last; key = (key / m.block_keys + 1) * m.block_keys)
       each_part(key, [&](int64_t, int64_t, uint8_t kind) { any_partial |= kind == kPartialBlock; });
     Between shown = any_partial && m.list ? kEither : Between{-1, -1};
-    if (!shown.is_one() && !wants_bits) shown = bounds(*p.program, list, n, head, rows, keys, room);
+    if (m.blocks.data && !shown.is_one() && !wants_bits) shown = bounds(*p.program, list, n, head, rows, keys, room);
     const bool evaluates = !shown.is_one();
     Evaluation<T> pairs(whole_call, evaluates ? list : nothing, n, head, rows, keys, {}, workspace);
     uint64_t* const bits = wants_bits ? m.bits + tiles[key_tile] * kKeyTile : nullptr;
