@@ -139,8 +139,8 @@ constexpr int64_t kPanel =
 
 // Calls f(lane, lanes, keys) for each panel of lanes. `keys` is the range of keys that the panel sees, counted from the
 // tile's first key.
-template <class F, class Function>
-ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, Function f) {
+template <class F, class Function, class T = typename F::Number>
+ATTN_INLINE void each_panel_of_lanes(const ScoreTile<T>& tile, Function f) {
   const int64_t lanes = tile.lanes();
   // A slot may hold several keys, so the range begins at the first key of a slot. With tiles of the processor, or if
   // the problem is invariant (Problem::invariant), the range begins at the tile's first key, so that the sums of all
@@ -149,7 +149,24 @@ ATTN_INLINE void each_panel_of_lanes(const ScoreTile<typename F::Number>& tile, 
     const int64_t first = F::kTiles || tile.invariant ? 0 : seen.first / F::kNumbers * F::kNumbers;
     return Range{first, larger(first, smaller(seen.last, tile.shown))};
   };
-  if (tile.all_visible()) return f(0, lanes, cut({0, tile.shown}));
+  // Returns the keys from the first to the last that the bits of a mask show to a panel.
+  const auto shown_to = [&](int64_t lane) {
+    Range shown = {0, tile.shown};
+    const auto hides = [&](int64_t key) { return (tile.bits[key] >> lane & all_lanes(kPanel<F>)) == 0; };
+    while (!shown.empty() && hides(shown.last - 1)) --shown.last;
+    while (!shown.empty() && hides(shown.first)) ++shown.first;
+    return shown;
+  };
+  if (tile.all_visible()) {
+    int64_t hidden = 0;  // scores
+    for (int64_t lane = 0; lane < lanes && tile.mask == ScoreTile<T>::Mask::bits; lane += kPanel<F>)
+      hidden += (tile.shown - shown_to(lane).size()) * kPanel<F>;
+    // A product of all lanes takes less time for each score than the products of panels.
+    if (8 * hidden <= tile.shown * lanes) return f(0, lanes, cut({0, tile.shown}));
+    for (int64_t lane = 0; lane < lanes; lane += kPanel<F>)
+      f(lane, smaller(kPanel<F>, lanes - lane), cut(shown_to(lane)));
+    return;
+  }
   for (int64_t lane = 0; lane < lanes; lane += kPanel<F>) {
     Range positions{};
     for (int64_t i = lane; i < smaller(lane + kPanel<F>, tile.rows->count); ++i)
