@@ -154,6 +154,8 @@ def run(step: Step, report: Report, end: float) -> Outcome:
         return Outcome(step, "not run", 0, f"not there: {step.missing}")
     if limit < 1:
         return Outcome(step, "not run", 0, "the time is over")
+    # A shell's background job ignores SIGINT, and so would the step.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
