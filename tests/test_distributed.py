@@ -260,6 +260,7 @@ def what_the_forward_keeps() -> None:
                 continue
             assert one.shape == other.shape
             torch.testing.assert_close(one.full_tensor(), other)
+        assert torch.ops.attn.attention(*sharded, with_rows=False)[1:] == (None, None)
 
 
 def test_what_the_forward_keeps(run: Processes) -> None:

@@ -18,6 +18,7 @@ PACKED = ", Tensor? cu_seq_q=None, Tensor? cu_seq_k=None, SymInt max_q=0, SymInt
 PACKED += "Tensor? block_table=None"
 OF_HEADS = ", Tensor? alibi_slopes=None, Tensor? sinks=None"
 SCALES = ", Tensor? key_scale=None, Tensor? value_scale=None"
+WITH_ROWS = ", bool with_rows=True"
 PROGRAM = ", str? score_mod=None, str? mask_mod=None"
 PROGRAM += ", Tensor? row_terms=None, Tensor? key_terms=None, Tensor? distance_terms=None"
 PROGRAM += ", Tensor? table_0=None, Tensor? table_1=None, Tensor? table_2=None"
@@ -26,18 +27,18 @@ PROGRAM += ", Tensor? distance_numbers=None, Tensor? blocks=None, int[2] block_s
 ROWS = "(Tensor output, Tensor logsumexp, Tensor max_score)"
 PUBLIC = {
     "sdpa": f"({BUILTIN}) -> Tensor",
-    "attention": f"({BUILTIN}{MORE}{PACKED}{OF_HEADS}{SCALES}) -> {ROWS}",
+    "attention": f"({BUILTIN}{MORE}{PACKED}{OF_HEADS}{SCALES}{WITH_ROWS}) -> {ROWS}",
     "flex_attention": (
         f"({BUILTIN}, int[2] window_size=-1, Tensor? query_offset=None, "
         "Tensor? key_lengths=None, Tensor? sinks=None"
-        f"{PROGRAM}) -> {ROWS}"
+        f"{PROGRAM}{WITH_ROWS}) -> {ROWS}"
     ),
     "varlen_attention": (
         "(Tensor query, Tensor key, Tensor value, Tensor? cu_seq_q, Tensor? cu_seq_k, "
         "SymInt max_q, SymInt max_k, *, Tensor? attn_mask=None, float dropout_p=0., "
         "float? scale=None, bool enable_gqa=False, float softcap=0., int[2] window_size=-1, "
         "Tensor? query_offset=None, "
-        f"Tensor? seqused_k=None, Tensor? block_table=None{OF_HEADS}{SCALES}) -> {ROWS}"
+        f"Tensor? seqused_k=None, Tensor? block_table=None{OF_HEADS}{SCALES}{WITH_ROWS}) -> {ROWS}"
     ),
     "sdpa_with_weights": (
         f"({BUILTIN}{MORE}{OF_HEADS}{SCALES}) -> (Tensor output, Tensor weights, Tensor scores)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import resource
 from typing import Any
@@ -638,6 +639,36 @@ def test_opcheck() -> None:
     q, k, v = (arguments()[n].transpose(0, 1).requires_grad_() for n in ("query", "key", "value"))
     packing = {n: arguments()[n] for n in ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "enable_gqa")}
     torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing)
+    torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing | {"with_rows": False})
+
+
+def test_rows_that_are_not_wanted_are_left_out() -> None:
+    """They are None, and the output has the same bits: by itself, with derivatives, under vmap."""
+    given = arguments()
+    inputs = [given.pop(name) for name in ("query", "key", "value")]
+    plain = {"softcap": 2.0, "enable_gqa": True}
+    dense = [t.transpose(0, 1) for t in inputs]
+    calls = [
+        (torch.ops.attn.varlen_attention, inputs, given),
+        (torch.ops.attn.attention, dense, plain),
+        (torch.ops.attn.flex_attention, dense, {"enable_gqa": True}),
+    ]
+    for operator, tensors, options in calls:
+        results = []
+        for with_rows in (True, False):
+            call = functools.partial(operator, **options, with_rows=with_rows)
+            x = [t.clone().requires_grad_() for t in tensors]
+            output, *rows = call(*x)
+            assert [row is not None for row in rows] == [with_rows] * 2
+            alone, *rows = call(*tensors)
+            assert [row is not None for row in rows] == [with_rows] * 2
+            samples = [torch.stack([t, 2 * t]) for t in tensors]
+            of_output = lambda *x, call=call: call(*x)[0]  # noqa: E731
+            mapped = vmap(of_output)(*samples)
+            _, tangent = jvp(of_output, tuple(tensors), tuple(tensors))
+            results.append([output, alone, mapped, tangent, *torch.autograd.grad(output.sum(), x)])
+        for one, other in zip(*results, strict=True):
+            assert_equal(one, other)
 
 
 def test_autocast() -> None:

@@ -134,7 +134,7 @@ def _register_nested() -> None:
             return own(func, *args, **kwargs)
         if why_not is not None:
             raise RuntimeError(f"{_name(op)}: {why_not}")
-        results = _attend_jagged(**call)
+        results = _attend_jagged(**{"with_rows": op is ops.attention} | call)
         return results if op is ops.attention else results[0]
 
     nested_ops.jagged_torch_function = jagged_torch_function
@@ -218,7 +218,7 @@ def _attend_jagged(
     query_offset: Tensor | None = None,
     key_lengths: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, Any, Any]:
     """Computes :func:`torch_attn.sdpa_with_logsumexp` per sequence; returns jagged tensors."""
     from torch.nested._internal import nested_tensor
 
@@ -254,14 +254,9 @@ def _attend_jagged(
     )
 
     extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
+    layout = (query.offsets(), query.lengths(), query._ragged_idx, *extremes)
     output, logsumexp, max_score = (
-        view(
-            values if with_heads else values[0],
-            query.offsets(),
-            query.lengths(),
-            query._ragged_idx,
-            *extremes,
-        )
+        None if values is None else view(values if with_heads else values[0], *layout)
         for values in results
     )
     return output, logsumexp, max_score

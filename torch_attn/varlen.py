@@ -139,6 +139,7 @@ def varlen_attn(
     offset = _integers("query_offset", query_offset, query)
     if offset is not query_offset:  # [N]; if cu_seq_q is not [N + 1], the operator raises
         offset = offset.expand(cu_seq_q.flatten()[1:].shape)  # type: ignore[union-attr]
+    with_rows: bool = return_aux is not None and return_aux.lse
     output, logsumexp, _ = torch.ops.attn.varlen_attention(
         *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k),
         scale=None if scale is None else _number(name, "scale", scale),
@@ -154,8 +155,9 @@ def varlen_attn(
         attn_mask=attn_mask,
         key_scale=key_scale,
         value_scale=value_scale,
+        with_rows=with_rows,
     )
-    return (output, logsumexp) if return_aux is not None and return_aux.lse else output
+    return (output, logsumexp) if with_rows else output
 
 
 def varlen_attn_out(

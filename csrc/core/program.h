@@ -95,6 +95,7 @@ struct LeafOfList {
   Leaf leaf = Leaf::number;
   int column = 0;     // the column of the tensor in PairProgram::terms
   double number = 0;  // a constant
+  bool only_index = false;  // whether operations read it only as the index of a table
 };
 
 // An operation. Operand k >= 0 is slot k, which holds the result of an earlier step. Operand k < 0 is leaf -1 - k.

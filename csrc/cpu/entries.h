@@ -20,10 +20,9 @@
 
 namespace attn {
 
-// Returns entry n of a call as a batch of one entry.
+// Turns p, a copy of a call, into the call's entry n: a batch of one entry.
 template <class Params>
-Params entry_of(const Params& call, int64_t n) {
-  Params p = call;
+void become_entry(Params& p, const Params& call, int64_t n) {
   p.batch = 1;
   p.batch_dims = 0;
   p.sequences = 0;
@@ -48,7 +47,6 @@ Params entry_of(const Params& call, int64_t n) {
   each_of_rows(
       p, [&]<class T>(T*& data, int64_t count) { advance(data, count * first_row); },
       [&](const void*& of_heads) { advance(of_heads, n * call.heads); });
-  return p;
 }
 
 // Calls f(range of entries) for each group of entries that is planned together.
@@ -73,7 +71,7 @@ class Entries {
     const Visibility& v = call.visibility;
     if (v.key_lengths || v.query_lengths) {
       copies_.reserve(entries.size());
-      for (int64_t n = entries.first; n < entries.last; ++n) copies_.push_back(entry_of(call, n));
+      for (int64_t n = entries.first; n < entries.last; ++n) become_entry(copies_.emplace_back(call), call, n);
     }
     for (Params& p : copies_.empty() ? std::span(&call, 1) : std::span(copies_)) {
       entries_.push_back({&p, &kernels_for<kKernel>(p)});

@@ -332,22 +332,22 @@ auto attend_autograd(c10::DispatchKeySet keys, const Call& call) {
 }
 
 ForwardResults forward_autograd(c10::DispatchKeySet keys, const Call& call, const std::optional<Tensor>& rng_state,
-                                bool with_rows, bool exact_residual) {
+                                bool exact_residual) {
   // attend_by_forward() passes false, so this function checks whether slopes or sinks need a derivative.
   const auto learned = [](const auto& t) { return requires_grad(t) || is_dual(t); };
   exact_residual = exact_residual || learned(call.alibi_slopes) || learned(call.sinks);
-  ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, with_rows, exact_residual);
+  ForwardResults results = below_autograd<ForwardOp>(keys, call, rng_state, exact_residual);
   auto& [saved, rows] = results;
   TangentResults tangent;
   if (is_dual(call)) tangent = TangentOp::call(saved, tangent_of(call), primal_of(call));
   if (requires_grad(call)) {
     auto node = record<SdpaBackward>(call);
-    set_history(with_rows ? variable_list{saved.output, rows.logsumexp} : variable_list{saved.output}, node);
+    set_history(call.with_rows ? variable_list{saved.output, rows.logsumexp} : variable_list{saved.output}, node);
     node->save(saved, /*outputs=*/1);
   }
   if (tangent.output.defined()) {
     saved.output._set_fw_grad(tangent.output, /*level=*/0, /*is_inplace_op=*/false);
-    if (with_rows) rows.logsumexp._set_fw_grad(tangent_of_rows(tangent), /*level=*/0, /*is_inplace_op=*/false);
+    if (call.with_rows) rows.logsumexp._set_fw_grad(tangent_of_rows(tangent), /*level=*/0, /*is_inplace_op=*/false);
   }
   return results;
 }

@@ -52,6 +52,7 @@ enum class Kind {
   number,      // no tensor: a scale, a flag, a window
   dropout,     // a number that no score depends on
   program,     // of a program: strings, and a size
+  results,     // which results the caller wants
 };
 
 struct About {
@@ -127,6 +128,7 @@ struct Call {
   // except the last one. The call attends to key * key_scale[..., None] and value * value_scale[..., None]. It has no
   // derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
+  bool with_rows = true;  // whether the rows' logsumexp and largest score are wanted; else they are undefined
 
   // The arguments in the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
@@ -165,6 +167,7 @@ struct Call {
       Argument({"block_size", Kind::program}, &Call::block_size),
       Argument({"key_scale", Kind::scales}, &Call::key_scale),
       Argument({"value_scale", Kind::scales}, &Call::value_scale),
+      Argument({"with_rows", Kind::results}, &Call::with_rows),
   };
   static auto fields(auto& call);
 
@@ -207,14 +210,16 @@ struct Arguments {
 constexpr size_t kOfBuiltin = 8;
 constexpr bool is_any(size_t, Kind) { return true; }
 constexpr bool is_of_builtin(size_t i, Kind) { return i < kOfBuiltin; }
-constexpr bool is_beyond_builtin(size_t i, Kind) { return i >= kOfBuiltin; }
+constexpr bool is_beyond_builtin(size_t i, Kind kind) { return i >= kOfBuiltin && kind != Kind::results; }
 constexpr bool is_tensor(size_t, Kind kind) { return kind <= Kind::pages; }
 constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::terms; }
 constexpr bool is_without_program(size_t, Kind kind) {
   return kind != Kind::terms && kind != Kind::numbers && kind != Kind::program;
 }
 constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
-constexpr bool is_unpacked(size_t i, Kind kind) { return is_without_program(i, kind) && !is_of_packing(kind); }
+constexpr bool is_unpacked(size_t i, Kind kind) {
+  return is_without_program(i, kind) && !is_of_packing(kind) && kind != Kind::results;
+}
 // flex_attention does not take softcap and alibi_slopes, because a score_mod can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
   const std::string_view name = kAbout[i].name;

@@ -78,16 +78,15 @@ using VarlenOp = Operator<"attn::varlen_attention", OutputAndRows(Varlen)>;
 using WeightsOp = Operator<"attn::sdpa_with_weights", OutputAndWeights(Unpacked)>;
 using ModuleOp = Operator<"attn::_sdpa_and_weights", std::tuple<at::Tensor, at::Tensor>(Unpacked, bool)>;
 using StatsOp = Operator<"attn::sdpa_stats", Statistics(Scores)>;
-// The arguments of _sdpa_forward after the call are rng_state, with_rows (whether the rows' results are wanted) and
-// exact_residual (core/params.h).
-using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool, bool)>;
+// The arguments of _sdpa_forward after the call are rng_state and exact_residual (core/params.h).
+using ForwardOp = Operator<"attn::_sdpa_forward", ForwardResults(Call, std::optional<at::Tensor>, bool)>;
 using BackwardOp = Operator<"attn::_sdpa_backward", Gradients(GradResults, Saved, Call, Wanted)>;
 using TangentOp = Operator<"attn::_sdpa_tangent", TangentResults(Saved, Direction, Call)>;
 using SecondOp = Operator<"attn::_sdpa_second", Gradients(GradResults, Saved, Direction, TangentResults, Call, Wanted)>;
 using LogsumexpOfPairOp = Operator<"attn::_logsumexp_of_pair", at::Tensor(at::Tensor, Call)>;
 using PairOfLogsumexpOp = Operator<"attn::_pair_of_logsumexp", at::Tensor(at::Tensor, at::Tensor, Call)>;
 
-// Whether `Op` returns the rows' results beside the output.
+// Whether `Op` may return the rows' results beside the output.
 template <class Op>
 constexpr bool kWithRows = !std::is_same_v<Op, SdpaOp>;
 // Makes the result of `Op`, which is sdpa, attention or flex_attention.
@@ -98,17 +97,22 @@ auto results_for(const at::Tensor& output, const RowResults& rows) {
   else
     return output;
 }
+inline Call without_rows(Call call) {
+  call.with_rows = false;
+  return call;
+}
 // Computes `Op` by _sdpa_forward, which has derivatives.
 template <class Op>
-auto attend_by_forward(const Call& call, const std::optional<at::Tensor>& rng_state = std::nullopt) {
-  const auto [saved, rows] = ForwardOp::call(call, rng_state, kWithRows<Op>, /*exact_residual=*/false);
+auto attend_by_forward(Call call, const std::optional<at::Tensor>& rng_state = std::nullopt) {
+  call.with_rows = call.with_rows && kWithRows<Op>;
+  const auto [saved, rows] = ForwardOp::call(call, rng_state, /*exact_residual=*/false);
   return results_for<Op>(saved.output, rows);
 }
 
 // Returns the output. Calls sdpa if sdpa can take the call, so that an exported program contains sdpa and not the more
 // general attention.
 inline at::Tensor attend(const Call& call) {
-  return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(call).output;
+  return is_builtin(call) ? SdpaOp::call(call) : AttentionOp::call(without_rows(call)).output;
 }
 
 }  // namespace attn

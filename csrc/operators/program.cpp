@@ -403,6 +403,16 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     list.results.back().table = static_cast<int8_t>(of.column);
     list.results.back().index = place[index];
   }
+  for (size_t i = 0; i < list.leaves.size(); ++i) {
+    const auto is_leaf = [&](int16_t from) { return from == -1 - static_cast<int16_t>(i); };
+    const auto reads_otherwise = [&](const Step& step) {
+      const bool looks_up = step.op == Op::lookup || step.op == Op::lookup_tangent;
+      return (is_leaf(step.from[0]) && !looks_up) || is_leaf(step.from[1]) || is_leaf(step.from[2]);
+    };
+    list.leaves[i].only_index =
+        std::ranges::none_of(list.steps, reads_otherwise) &&
+        std::ranges::none_of(list.results, [&](const ResultOfList& r) { return is_leaf(r.from); });
+  }
   return list;
 }
 

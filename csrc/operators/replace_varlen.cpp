@@ -161,7 +161,7 @@ void flash_backward_kernel(const c10::OperatorHandle& op, torch::jit::Stack* sta
               ": with seqused_k, alibi_slopes or block_table, torch's formula of the derivative is wrong", kOurs);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
   const Call call = call_of(a);
-  const Saved saved = ForwardOp::call(call, std::nullopt, /*with_rows=*/false, /*exact_residual=*/false).saved;
+  const Saved saved = ForwardOp::call(without_rows(call), std::nullopt, /*exact_residual=*/false).saved;
   const Gradients grads =
       BackwardOp::call({swap_heads(a.tensor("grad_out")), std::nullopt}, saved, call, {true, true, true});
   const Tensor of_query = with_strides_of(query, swap_heads(grads.query));

@@ -215,7 +215,7 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
 }  // namespace
 
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
-                               const std::optional<Tensor>& given_state, bool with_rows, bool exact_residual) {
+                               const std::optional<Tensor>& given_state, bool exact_residual) {
   const Tensor& query = call.query;
   const ValidatedCall valid{call};
   const Shape& shape = valid.shape;
@@ -231,7 +231,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     results.residual = empty_residual(results.output, call);
   }
   const auto of_rows = [&] { return empty_numbers(shape.numbers(shape.queries), query); };
-  if (with_rows) rows = {of_rows(), of_rows()};
+  if (call.with_rows) rows = {of_rows(), of_rows()};
   if (!device.forward) return all;
   ForwardParams p;
   ProblemBuilder builder(p, shape, call, results.rng_state, device.write_sequences);
@@ -248,7 +248,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
       p.exact_residual = exact_residual;
     }
   }
-  if (with_rows) {
+  if (call.with_rows) {
     p.row_logsumexp = rows.logsumexp.mutable_data_ptr();
     p.max_score = rows.max_score.mutable_data_ptr();
   }

@@ -43,7 +43,7 @@ struct Device {
 
 // Without `for_derivatives`, Saved::logsumexp and Saved::residual are undefined.
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
-                               const std::optional<at::Tensor>& given_state, bool with_rows, bool exact_residual);
+                               const std::optional<at::Tensor>& given_state, bool exact_residual);
 Gradients compute_backward(const Device& device, const GradResults& grads, const Saved& saved, const Call& call,
                            Wanted wanted);
 TangentResults compute_tangent(const Device& device, const Saved& saved, const Direction& direction, const Call& call);
@@ -58,10 +58,11 @@ extern Run<WeightsParams>* run_weights_on_cpu;
 // The kernel of sdpa, attention or flex_attention. It must ask is_over_processes() itself, because
 // attend_autograd(), which also asks, does not run in inference mode.
 template <class Op, const Device& device>
-auto attend_on(const Call& call) {
+auto attend_on(Call call) {
   if (is_over_processes()) return attend_over_processes<Op>(call);
+  call.with_rows = call.with_rows && kWithRows<Op>;
   const auto [saved, rows] = compute_forward(device, /*for_derivatives=*/false, call, /*given_state=*/std::nullopt,
-                                             kWithRows<Op>, /*exact_residual=*/false);
+                                             /*exact_residual=*/false);
   return results_for<Op>(saved.output, rows);
 }
 

@@ -67,7 +67,8 @@ TORCH_LIBRARY(attn, m) {
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py), and
-  // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64).
+  // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64). Without
+  // with_rows these two are undefined.
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
   // With cu_seq_q, sequences of different lengths are packed one after the other, in tensors [heads, T, E] (call.h).
   // varlen_attention takes tensors [T, heads, E]. It has the arguments of torch.nn.attention.varlen.varlen_attn and
@@ -106,7 +107,7 @@ TORCH_LIBRARY(attn, m) {
   const std::string directions = of_inputs("Tensor?", "tangent_");
   const std::string tangents = "Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual";
   const std::string wanted = c10::str("bool[", Inputs::kCount, "] grad_input_mask");
-  define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool with_rows=False, bool exact_residual=False) -> (" +
+  define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" +
              saved + ", Tensor row_logsumexp, Tensor max_score)",
          random);
   // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined if grad_input_mask does not ask for it.

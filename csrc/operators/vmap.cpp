@@ -180,11 +180,10 @@ ForwardCall forward_call(const Batch& batch, const Call& call, const std::option
   return below;
 }
 
-ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_state, bool with_rows,
-                            bool exact_residual) {
+ForwardResults forward_vmap(const Call& call, const std::optional<Tensor>& rng_state, bool exact_residual) {
   const Batch batch(SdpaOp::name, call);
   const ForwardCall below = forward_call(batch, call, rng_state);
-  const ForwardResults results = ForwardOp::call(below.call, below.rng_state, with_rows, exact_residual);
+  const ForwardResults results = ForwardOp::call(below.call, below.rng_state, exact_residual);
   if (!below.mapped) return results;
   const int64_t state_dims = rng_state ? rng_state->dim() : 1;
   Saved saved = batch.logical(results.saved, batch.sample.dims);

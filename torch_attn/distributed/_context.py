@@ -200,6 +200,7 @@ def answer(*args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
     arguments = torch.ops.attn._attend_over_processes.default._schema.arguments
     call = {a.name: a.default_value for a in arguments}
     call |= dict(zip(call, args, strict=False)) | kwargs
+    del call["with_rows"]
     return _answering[-1].attend(**call), None, None
 
 

@@ -72,10 +72,10 @@ def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _context.is_on():  # inference mode skips the Autograd kernel, which checks this too
             results = _context.answer(**given)
         else:
-            given["with_rows"] = name == "attention"
+            given["with_rows"] = name == "attention" and given.get("with_rows", True)
             wanted = ("output", "row_logsumexp", "max_score")[: 3 if given["with_rows"] else 1]
             results = _Sharded("_sdpa_forward", given).results(wanted)
-        return results if name == "attention" else results[0]
+        return (*results, None, None)[:3] if name == "attention" else results[0]
 
 
 HEADS, ROWS = -3, -2  # dimensions of the output, counted from its end

@@ -17,12 +17,13 @@ __all__ = ["Call", "Layout", "Part", "Piece", "arguments"]
 
 @functools.cache
 def arguments(operator: str, of_tensors: bool) -> dict[str, Any]:
-    """Returns arguments of an operator as name -> default.
+    """Returns arguments of an operator as name -> default, without the choice of results.
 
     If `of_tensors` is True, these are the arguments that take tensors, else all other arguments.
     """
     schema = getattr(torch.ops.attn, operator).default._schema
     are_tensors = {a.name: ("Tensor" in str(a.type), a.default_value) for a in schema.arguments}
+    are_tensors.pop("with_rows", None)
     return {n: default for n, (is_one, default) in are_tensors.items() if is_one == of_tensors}
 
 

@@ -137,7 +137,7 @@ def forward(call: Call, inputs: Inputs) -> tuple[Saved, Tensor, Tensor]:
     def add(part: Part, k: Tensor, v: Tensor, columns: Tensor | None) -> None:
         given = query[..., part.rows, :], wide(k), wide(v), columns
         options = part.options | {"alibi_slopes": slopes}
-        output, pair, *_, greatest = ops._sdpa_forward(*given, **options, with_rows=True)
+        output, pair, *_, greatest = ops._sdpa_forward(*given, **options)
         logsumexp = ops._logsumexp_of_pair(pair, *given, **options)
         rows = _Rows(output.double(), logsumexp, pair[..., 0].double(), greatest.double())
         place = places.index(part.rows)
@@ -266,7 +266,7 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
             k, v, *more = (wide(t[..., part.keys, :]) for t in tensors)
             own = query[..., part.rows, :], k, v, _mask(part, mask)
             options = part.options | {"alibi_slopes": slopes}
-            found = ops._sdpa_forward(*own, **options)
+            found = ops._sdpa_forward(*own, **options, with_rows=False)
             moved, of_pair, _ = ops._sdpa_tangent(
                 *found[:4],
                 *_of_inputs(

@@ -188,7 +188,7 @@ def _gathered(call: Call, inputs: Inputs) -> Tensor:
         given = wide(inputs.query)[..., rows, :], key, value, wide(columns)
         of_heads = {"alibi_slopes": wide(inputs.alibi_slopes), "sinks": wide(inputs.sinks)}
         options = call.options_of(piece, (0, S)) | of_heads
-        outputs.append(torch.ops.attn._sdpa_forward(*given, **options)[0])
+        outputs.append(torch.ops.attn._sdpa_forward(*given, **options, with_rows=False)[0])
     return torch.cat(outputs, -2).to(inputs.query.dtype)
 
 
@@ -215,7 +215,7 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     options = call.options_of((0, L), (0, S)) | dict(
         zip(("alibi_slopes", "sinks"), of_heads, strict=True)
     )
-    output = torch.ops.attn._sdpa_forward(query, key, value, mask, **options)[0]
+    output = torch.ops.attn._sdpa_forward(query, key, value, mask, **options, with_rows=False)[0]
     back = [
         torch.cat([output[..., slice(*piece), :] for piece in pieces], -2) for pieces in queries
     ]

@@ -73,6 +73,20 @@ ATTN_INLINE Vec<T> reversed(Vec<T> x) {
   return reversed<T>(x, std::make_integer_sequence<int, kLanes<T>>());
 }
 
+// Returns the elements kBy, kBy + 1, ... of `x` and then the first elements of `next`.
+template <class T, int kBy, int... I>
+ATTN_INLINE Vec<T> shifted(Vec<T> x, Vec<T> next, std::integer_sequence<int, I...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, next, (kBy + I)...);
+#else
+  return __builtin_shuffle(x, next, Vec<Int<T>>{(kBy + I)...});
+#endif
+}
+template <class T, int kBy>
+ATTN_INLINE Vec<T> shifted(Vec<T> x, Vec<T> next) {
+  return shifted<T, kBy>(x, next, std::make_integer_sequence<int, kLanes<T>>());
+}
+
 // Returns the vector whose lane i is element places[i] of x.
 template <class T>
 ATTN_INLINE Vec<T> chosen(Vec<T> x, Vec<UInt<T>> places) {

@@ -57,7 +57,7 @@ class Evaluation {
       T* const numbers = workspace + i * kLeaf;
       leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
       if (has_tables && is_number(leaf))
-        indices_[i] = Indices<T>::of(leaf, leaves_[i].data, rows.size(), keys.size(), indices + i * Indices<T>::kRoom);
+        indices_[i] = Indices<T>::of(leaf, leaves_[i], rows.size(), keys.size(), indices + i * Indices<T>::kRoom);
     }
     for (int i = 0; i < list.step_count; ++i) {
       const Step& step = list.steps[i];
@@ -187,7 +187,13 @@ class Evaluation {
       for (int64_t i = 0; i < kRowTile; ++i) to[i] = i < rows.size() ? number(rows.first + i) : T{};
       return Values<T>{to, 0, -1};
     };
-    const auto of_keys = [&](auto number) {
+    // An operation reads W copies of a number as one vector. The index of a table is read as a single number.
+    const auto of_keys = [&](auto number, const T* in_place = nullptr) {
+      if (leaf.only_index) {
+        if (in_place && keys.first + kKeyTile + W < p.program->keys) return Values<T>{in_place + keys.first, 1, 0};
+        for (int64_t j = 0; j < kKeyTile + W; ++j) to[j] = j < keys.size() ? number(keys.first + j) : T{};
+        return Values<T>{to, 1, 0};
+      }
       for (int64_t j = 0; j < keys.size(); ++j) {
         const T x = number(keys.first + j);
         for (int i = 0; i < W; ++i) to[j * W + i] = x;
@@ -245,7 +251,7 @@ class Evaluation {
       case Leaf::row_number:
         return of_rows(number, numbers);
       case Leaf::key_number:
-        return of_keys(number);
+        return of_keys(number, numbers);
       case Leaf::distance_number:
         return of_distances(number, numbers);
       case Leaf::query:
@@ -427,7 +433,19 @@ class Evaluation {
       for (int64_t j = 0; j < count; j += W) {
         const int64_t keys = smaller(W, count - j);
         if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
-          // Each row has its own table. A single vector of this table may hold the numbers of W keys.
+          // Each row has its own table. A single vector of this table may hold the numbers of W keys. If the indices
+          // of neighbouring keys differ by 1, or all by -1, the numbers already lie in this vector in order.
+          const int step = keys == W && i + W <= rows_.size() ? at.step(j, i) : 0;
+          if (step != 0) {
+            const auto least = [&](int64_t lane) { return smaller(at.index_at(j, lane), at.index_at(j + W - 1, lane)); };
+            const T* const from = row(i) + least(i);
+            const int64_t to_next = row(i + 1) + least(i + 1) - from;
+            Vec<T> columns[W];
+            for (int k = 0; k < W; ++k) columns[k] = load<T>(from + k * to_next);
+            transpose<T>(columns);
+            for (int k = 0; k < W; ++k) put(j + k, i, columns[step > 0 ? k : W - 1 - k]);
+            continue;
+          }
           const int64_t place = leaf->place(first_ + j + (leaf->of_distances ? W - 1 : 0), i);
           const Vec<UInt<T>> base = at.first_of(place, leaf->of_keys);
           if (base[0] != Lookup<T>::kScattered) {

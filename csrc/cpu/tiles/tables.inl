@@ -19,7 +19,7 @@ constexpr bool is_number(Leaf leaf) {
 template <class T>
 struct Indices {
   static constexpr int W = kLanes<T>;
-  static constexpr int64_t kRoom = 2 * (2 * kRowTile + W) + kKeyTile + W;  // of least, most and numbers of keys
+  static constexpr int64_t kRoom = 4 * kRowTile + kKeyTile + W;  // of least, most and numbers of keys
 
   const T* numbers;
   const UInt<T>*least, *most;
@@ -29,40 +29,60 @@ struct Indices {
     return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
   }
 
-  // `data`: Values::data of the leaf.
-  static Indices of(Leaf leaf, const T* data, int64_t rows, int64_t keys, T* room) {
+  static Indices of(Leaf leaf, const Values<T>& values, int64_t rows, int64_t keys, T* room) {
     auto* const least = reinterpret_cast<UInt<T>*>(room);
-    UInt<T>* const most = least + 2 * kRowTile + W;
-    T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile + W);
+    UInt<T>* const most = least + 2 * kRowTile;
+    T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile);
     const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number || leaf == Leaf::key;
-    Indices found = {of_distances ? data - (kKeyTile - 1) : data, least, most, of_distances, of_keys, true};
-    if (of_keys) {
-      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = data[j * W];
+    Indices found = {of_distances ? values.data - (kKeyTile - 1) : values.data, least, most, of_distances, of_keys,
+                     true};
+    if (of_keys && values.step != 1) {
+      for (int64_t j = 0; j < keys; ++j) of_each_key[j] = values.data[j * values.step];
       for (int64_t j = keys; j < kKeyTile; ++j) of_each_key[j] = T{};
       found.numbers = of_each_key;
     }
     const T* const first = found.numbers + found.place(found.of_distances ? keys - 1 : 0, 0);
     const int64_t count = found.of_distances ? rows + keys - 1 : found.of_keys ? keys : rows;
-    const int64_t all = found.of_distances ? 2 * kRowTile : kRowTile;
     const Vec<UInt<T>> one = splat<UInt<T>>(bit_cast<UInt<T>>(first[0]));
     for (int64_t n = 0; n < count && found.are_same; n += W) {
       const auto counts = lane_numbers<T>() < static_cast<Int<T>>(count - n);
       found.are_same = !any((bits<T>(load<T>(first + n)) != one) & counts);
     }
     if (found.are_same) return found;
-    for (int64_t n = 0; n < all; n += W) {
-      store<T>(reinterpret_cast<T*>(least + n), load<T>(found.numbers + n));
-      store<T>(reinterpret_cast<T*>(most + n), load<T>(found.numbers + n));
-    }
-    for (int64_t n = 0; n < W; ++n) least[all + n] = most[all + n] = 0;
-    for (int64_t next = 1; next < W; next *= 2)
-      for (int64_t n = 0; n < all; n += W) {
-        const auto a = load<UInt<T>>(least + n), b = load<UInt<T>>(least + n + next);
-        const auto c = load<UInt<T>>(most + n), d = load<UInt<T>>(most + n + next);
-        store<UInt<T>>(least + n, a < b ? a : b);
-        store<UInt<T>>(most + n, c > d ? c : d);
-      }
+    if (of_distances)
+      find_least_and_most<2 * kRowTile>(found.numbers, least, most);
+    else
+      find_least_and_most<kRowTile>(found.numbers, least, most);
     return found;
+  }
+
+ private:
+  // Numbers from place kCount on count as 0.
+  template <int64_t kCount>
+  static void find_least_and_most(const T* numbers, UInt<T>* least, UInt<T>* most) {
+    constexpr int kVectors = kCount / W;
+    Vec<T> of_least[kVectors + 1] = {}, of_most[kVectors + 1] = {};
+    for (int n = 0; n < kVectors; ++n) of_least[n] = of_most[n] = load<T>(numbers + n * W);
+    // Each step doubles the number of indices that a lane has seen.
+    const auto take_next = [&]<int kBy>(std::integral_constant<int, kBy>) __attribute__((always_inline)) {
+      if constexpr (kBy < W)
+#pragma GCC unroll 8
+        for (int n = 0; n < kVectors; ++n) {
+          const auto a = bits<T>(of_least[n]), b = bits<T>(shifted<T, kBy>(of_least[n], of_least[n + 1]));
+          const auto c = bits<T>(of_most[n]), d = bits<T>(shifted<T, kBy>(of_most[n], of_most[n + 1]));
+          of_least[n] = as_number<T>(a < b ? a : b);
+          of_most[n] = as_number<T>(c > d ? c : d);
+        }
+    };
+    take_next(std::integral_constant<int, 1>());
+    take_next(std::integral_constant<int, 2>());
+    take_next(std::integral_constant<int, 4>());
+    take_next(std::integral_constant<int, 8>());
+    static_assert(W <= 16);
+    for (int n = 0; n < kVectors; ++n) {
+      store<T>(reinterpret_cast<T*>(least + n * W), of_least[n]);
+      store<T>(reinterpret_cast<T*>(most + n * W), of_most[n]);
+    }
   }
 };
 
