@@ -208,11 +208,16 @@ def _capability(item: pytest.Item) -> str:
 
 
 def _runs_functions_of_its_own(item: pytest.Item) -> bool:
-    """Whether the instruction set, not avx512, has the functions that the test's dtypes run."""
+    """Whether the instruction set, not avx512, has the functions that the test's dtypes run.
+
+    A test that is marked `cpu` has none on a GPU.
+    """
     of_avx512 = {
         "avx512_bf16": {torch.float64, torch.float32, torch.float16},
         "amx": {torch.float64, torch.float32},
     }
+    if _capability(item) == "cuda" and item.get_closest_marker("cpu"):
+        return False
     return not _dtypes(item) & of_avx512.get(_capability(item), set())
 
 

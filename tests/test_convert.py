@@ -202,6 +202,7 @@ def test_evaluation(name: str, shape: str, masks: str, context: Any) -> None:
     check_modules(runs)
 
 
+@pytest.mark.cpu  # within torch.device("cuda"), as tests of a GPU are, torch has no fast path
 def test_the_way_around_is_there() -> None:
     """Else the tests above would find nothing that is not converted."""
     shape = "batch first True, norm first False"
@@ -220,6 +221,7 @@ def test_the_way_around_is_there() -> None:
         assert calls.forward == 0
 
 
+@pytest.mark.cpu  # within torch.device("cuda"), as tests of a GPU are, torch has no fast path
 def test_new_layer_with_our_module() -> None:
     """Not converted, but put there by hand."""
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True)
@@ -498,6 +500,7 @@ def test_optimizer_goes_on() -> None:
     torch.testing.assert_close(losses, expected)
 
 
+@pytest.mark.cpu  # within torch.device("cuda"), as tests of a GPU are, torch has no fast path
 def test_scripted_and_exported_again() -> None:
     shape = "batch first True, norm first False"
     model, encoder = build("Encoder", shape)

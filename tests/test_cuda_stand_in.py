@@ -46,8 +46,12 @@ def library() -> Path:
 
 
 def environment(library: Path, seed: int) -> dict[str, str]:
-    """For a process whose calls on the CPU run the CUDA kernels, threads in this random order."""
+    """For a process whose calls on the CPU run the CUDA kernels, threads in this random order.
+
+    New memory holds large numbers, so that no result is right by chance if memory is not written.
+    """
     return {
+        "MALLOC_PERTURB_": "128",  # glibc fills memory with its complement, 0x7f
         "ATTN_LIBRARY": str(library),
         "ATTN_STAND_IN_SEED": str(seed),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),

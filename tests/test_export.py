@@ -122,6 +122,11 @@ def test_offsets_and_lengths_are_inputs(strict: bool) -> None:
         calls = [node.target for node in version.graph.nodes if node.op == "call_function"]
         assert [c for c in calls if "attn" in str(c)] == [torch.ops.attn.attention.default]
         check_steps(version.module())
+
+
+def test_lengths_are_checked_after_an_export() -> None:
+    """On a CPU; on a GPU they are clamped."""
+    program = exported_step()
     query, key, value, offset, lengths = make_step(*STEPS[0])
     with pytest.raises(RuntimeError, match="key_lengths is 40 at entry 1; it must be between"):
         program.module()(query, key, value, offset, lengths + 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,12 @@ ENDLESS = "import time; print('begun', flush=True); time.sleep(100)"
 
 def python(code: str, seconds: float = 60, missing: str = "") -> Step:
     return Step("a step", [sys.executable, "-c", code], seconds, missing)
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> None:
+    """Undoes what a shell does to a background job, as main() does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(

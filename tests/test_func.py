@@ -410,6 +410,7 @@ def test_gradients_of_each_sample_with_options() -> None:
             torch.testing.assert_close(found[n], leaf.grad, msg=name)
 
 
+@pytest.mark.cpu  # on a GPU lengths are clamped, and not checked
 @pytest.mark.usefixtures("device")
 def test_lengths_are_checked_under_vmap() -> None:
     """The lengths of all samples are checked at once, before anything is read."""

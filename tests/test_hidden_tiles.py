@@ -22,6 +22,7 @@ from helpers import (
     NAN,
     Inputs,
     assert_same_bits,
+    bits_promised,
     cpu_capability_set_to,
     in_fresh_process,
     make_inputs,
@@ -97,21 +98,23 @@ def test_nothing_of_hidden_tiles_reaches_a_result(L: int, kind: str, dtype: torc
 
 
 @pytest.mark.regression
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_have_the_bits_that_they_have_alone(kind: str, dtype: torch.dtype) -> None:
+def test_documents_have_the_bits_that_they_have_alone(
+    kernels: str, kind: str, dtype: torch.dtype
+) -> None:
     """Several sequences in one, each seen by itself alone: a mask of blocks."""
     lengths = [4 * TILE, 3 * TILE, 5 * TILE]  # shorter ones of float16 go to no tiles of AMX
     document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     mask = as_mask(document[:, None] == document, kind, dtype)
     inputs = make_inputs(len(document), len(document), 24, dtype=dtype)
-    packed = torch_attn.sdpa(*inputs._replace(attn_mask=mask))
-    for d in range(3):
-        own = document == d
-        alone = inputs.map(lambda t, own=own: t[..., own, :])
-        alone = alone._replace(attn_mask=mask[own][:, own])
-        assert torch.equal(packed[..., own, :], torch_attn.sdpa(*alone))
+    with bits_promised(kernels):
+        packed = torch_attn.sdpa(*inputs._replace(attn_mask=mask))
+        for d in range(3):
+            own = document == d
+            alone = inputs.map(lambda t, own=own: t[..., own, :])
+            alone = alone._replace(attn_mask=mask[own][:, own])
+            assert torch.equal(packed[..., own, :], torch_attn.sdpa(*alone))
 
 
 def attend_to_guarded_memory(capability: str) -> None:

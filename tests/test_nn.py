@@ -238,7 +238,7 @@ def hidden(
     return mask if mask.dim() == 2 else mask.repeat_interleave(H, 0)
 
 
-OFFSETS, LENGTHS = torch.tensor([2, 0, -3]), torch.tensor([7, 0, 4])
+OFFSETS, LENGTHS = [2, 0, -3], [7, 0, 4]
 # Arguments of the constructor, of the call, and of `hidden`.
 SAID_OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "window": ({"window_size": (1, 2)}, {}, {"window": (1, 2)}),
@@ -275,7 +275,8 @@ def test_what_a_mask_says_too(case: str, need_weights: bool) -> None:
     module = ours(**constructor)
     tensors = inputs(module)
     padding = make_mask("bool", B, S)
-    options = {**options, "key_padding_mask": padding, "need_weights": need_weights}
+    options = {n: torch.tensor(x) if isinstance(x, list) else x for n, x in options.items()}
+    options |= {"key_padding_mask": padding, "need_weights": need_weights}
     actual = call(module, tensors, **options)
     module.window_size = (-1, -1)
     masked = {"key_padding_mask": padding, "need_weights": need_weights}
@@ -494,6 +495,7 @@ def nested(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.nested.nested_tensor([torch.randn(n, E, dtype=dtype) for n in (3, 1, 5)])
 
 
+@pytest.mark.cpu  # within torch.device("cuda"), as tests of a GPU are, torch has no fast path
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("average", [True, False])
 def test_nested(average: bool) -> None:
@@ -794,6 +796,7 @@ def test_wrong_shapes(case: str, is_causal: bool) -> None:
         module(**arguments, need_weights=False, is_causal=is_causal)
 
 
+@pytest.mark.cpu  # on a GPU numbers are clamped, and not checked
 def test_wrong_offsets_and_lengths() -> None:
     module = ours()
     tensors = inputs(module)
@@ -842,7 +845,7 @@ def test_wrong_dtype() -> None:
     message = "key has dtype torch.float16; it must be that of the parameters, torch.float64"
     with pytest.raises(RuntimeError, match=f"^MultiheadAttention: {message}"):
         module(query, key.half(), value)
-    with torch.autocast("cpu"):
+    with torch.autocast(query.device.type, torch.bfloat16):
         module.float()(query.float(), key.half(), value.bfloat16())
 
 

@@ -639,7 +639,8 @@ def test_opcheck() -> None:
     q, k, v = (arguments()[n].transpose(0, 1).requires_grad_() for n in ("query", "key", "value"))
     packing = {n: arguments()[n] for n in ("cu_seq_q", "cu_seq_k", "max_q", "max_k", "enable_gqa")}
     torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing)
-    torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing | {"with_rows": False})
+    packing["with_rows"] = False
+    torch.library.opcheck(torch.ops.attn.attention.default, (q, k, v), packing)
 
 
 def test_rows_that_are_not_wanted_are_left_out() -> None:

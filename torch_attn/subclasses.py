@@ -134,7 +134,8 @@ def _register_nested() -> None:
             return own(func, *args, **kwargs)
         if why_not is not None:
             raise RuntimeError(f"{_name(op)}: {why_not}")
-        results = _attend_jagged(**{"with_rows": op is ops.attention} | call)
+        call.setdefault("with_rows", op is ops.attention)
+        results = _attend_jagged(**call)
         return results if op is ops.attention else results[0]
 
     nested_ops.jagged_torch_function = jagged_torch_function

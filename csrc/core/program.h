@@ -93,8 +93,8 @@ constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf
 
 struct LeafOfList {
   Leaf leaf = Leaf::number;
-  int column = 0;     // the column of the tensor in PairProgram::terms
-  double number = 0;  // a constant
+  int column = 0;           // the column of the tensor in PairProgram::terms
+  double number = 0;        // a constant
   bool only_index = false;  // whether operations read it only as the index of a table
 };
 

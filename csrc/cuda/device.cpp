@@ -90,6 +90,7 @@ int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.q
 // Allocates a tensor [copies, rows], with `copies` numbers for each row, and sets `data` to its address.
 Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t copies = 1) {
   const Tensor rows = at::empty({copies, number_of_rows(p)}, compute_options(query));
+  if (p.sequences > 0) rows.zero_();  // if starts are not in order, no block writes the rows of some sequences
   data = rows.mutable_data_ptr();
   return rows;
 }

@@ -107,8 +107,8 @@ TORCH_LIBRARY(attn, m) {
   const std::string directions = of_inputs("Tensor?", "tangent_");
   const std::string tangents = "Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual";
   const std::string wanted = c10::str("bool[", Inputs::kCount, "] grad_input_mask");
-  define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" +
-             saved + ", Tensor row_logsumexp, Tensor max_score)",
+  define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" + saved +
+             ", Tensor row_logsumexp, Tensor max_score)",
          random);
   // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined if grad_input_mask does not ask for it.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",

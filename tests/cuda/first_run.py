@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import glob
+import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -32,22 +33,14 @@ MODULE = [sys.executable, "-u", "-m"]
 SANITIZED = ("check_forward", "check_backward", "check_backward_simt")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-FILES = [
-    f"tests/test_{name}.py"
-    for name in (
-        *("options", "options_promises", "forward", "backward", "derivatives", "nan"),
-        *(
-            "dropout",
-            "stats",
-            "varlen",
-            "paged",
-            "invariance",
-            "determinism",
-            "memory",
-            "precision",
-        ),
-    )
-]
+# Steps of tests that a GPU can run, too, and their files.
+FILES = {
+    "tests": "options options_promises forward backward derivatives nan dropout stats varlen paged "
+    "invariance determinism memory precision hidden_tiles",
+    "tests with PyTorch": "autocast autograd compile convert derivatives_memory dispatch export "
+    "func meta nn opinfo properties replace stats_hidden stats_subsystems subclasses validate "
+    "weights",
+}
 LARGE = "2_31 or 65535 or peak"
 PROFILED = (
     "SpeedOfLight",
@@ -85,15 +78,17 @@ def find_ncu() -> str:
 def beside_each_other(programs: Path, out: Path, pretended: bool) -> Iterator[Step]:
     """Steps that look at results alone, the longest first."""
     some = ["-k", f"cuda and not (program or sanitizer or {LARGE})"]
-    junit = f"--junitxml={out / 'tests.xml'}"
     yield pytest_step("tests of a GPU", ["tests/test_cuda.py", *some], pretended, 105)
-    yield pytest_step("tests", [*FILES, "--tiers", "quick", *some, junit], pretended, 105)
+    for name, files in FILES.items():
+        paths = [f"tests/test_{file}.py" for file in files.split()]
+        junit = f"--junitxml={out / name.replace(' ', '_')}.xml"
+        yield pytest_step(name, [*paths, "--tiers", "quick", *some, junit], pretended, 150)
     device = ["--only", "gpu", "--seconds", "40", "--processes", "3"]
     yield Step("fuzz", [*MODULE, "tests.fuzz", *device], 120, "" if has("rich") else "rich")
     for dtype in DTYPES:
         yield Step(f"smoke, {dtype}", [*MODULE, "tests.cuda.smoke", "--dtype", dtype], 120)
     for name in PROGRAMS:
-        yield Step(name, [str(programs / name)], 30, unbuilt(programs / name))
+        yield Step(name, [str(programs / name)], 60, unbuilt(programs / name))
     sanitizer = find("compute-sanitizer")
     options = ["--print-limit", "20", "--error-exitcode", "1"]
     for name, tool in itertools.product(SANITIZED, TOOLS):
@@ -154,8 +149,6 @@ def run(step: Step, report: Report, end: float) -> Outcome:
         return Outcome(step, "not run", 0, f"not there: {step.missing}")
     if limit < 1:
         return Outcome(step, "not run", 0, "the time is over")
-    # A shell's background job ignores SIGINT, and so would the step.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         step.command,
         cwd=ROOT,
@@ -206,15 +199,19 @@ def main() -> None:
         "--pretend", action="store_true", help="rehearse without a GPU: tests/pretend_cuda.py"
     )
     given = parser.parse_args()
+    # A shell's background job ignores SIGINT, and so would the steps.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     out, programs = given.out.resolve(), given.programs.resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     os.environ["OMP_WAIT_POLICY"] = "passive"
     if given.pretend:
         os.environ["ATTN_PRETEND"] = "1"
-    built = sorted(Path("build", "cuda", "torch_attn").glob("*/libattn.so"))
-    if built and "ATTN_LIBRARY" not in os.environ:  # make check-cuda was here
-        os.environ["ATTN_LIBRARY"] = str(built[-1].resolve())
+    release = "_".join(importlib.metadata.version("torch").split(".")[:2])
+    # The library that `make check-cuda` has built.
+    built = Path("build", "cuda", "torch_attn", f"torch_{release}", "libattn.so")
+    if built.exists() and not given.pretend and "ATTN_LIBRARY" not in os.environ:
+        os.environ["ATTN_LIBRARY"] = str(built.resolve())
     end = time.monotonic() + given.seconds
     report, outcomes = Report(out / "report.txt"), []
     wanted = given.only.split(",") if given.only else []

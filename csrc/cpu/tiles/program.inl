@@ -437,7 +437,9 @@ class Evaluation {
           // of neighbouring keys differ by 1, or all by -1, the numbers already lie in this vector in order.
           const int step = keys == W && i + W <= rows_.size() ? at.step(j, i) : 0;
           if (step != 0) {
-            const auto least = [&](int64_t lane) { return smaller(at.index_at(j, lane), at.index_at(j + W - 1, lane)); };
+            const auto least = [&](int64_t lane) {
+              return smaller(at.index_at(j, lane), at.index_at(j + W - 1, lane));
+            };
             const T* const from = row(i) + least(i);
             const int64_t to_next = row(i + 1) + least(i + 1) - from;
             Vec<T> columns[W];

@@ -34,8 +34,8 @@ struct Indices {
     UInt<T>* const most = least + 2 * kRowTile;
     T* const of_each_key = reinterpret_cast<T*>(most + 2 * kRowTile);
     const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number || leaf == Leaf::key;
-    Indices found = {of_distances ? values.data - (kKeyTile - 1) : values.data, least, most, of_distances, of_keys,
-                     true};
+    Indices found = {
+        of_distances ? values.data - (kKeyTile - 1) : values.data, least, most, of_distances, of_keys, true};
     if (of_keys && values.step != 1) {
       for (int64_t j = 0; j < keys; ++j) of_each_key[j] = values.data[j * values.step];
       for (int64_t j = keys; j < kKeyTile; ++j) of_each_key[j] = T{};
