@@ -129,6 +129,10 @@ struct List {
   int lookups;
   bool reads_pairs;    // pair_term or pair_tangent
   bool reads_product;  // or the value that `keeping` stored
+  // The number of steps of pairs, from the first one on, that products may do. The first of these steps reads the product,
+  // and each further one the result of the step before. Nothing else reads them. Each step computes x + z, x - z,
+  // x * y + z or x * y - z, where y is uniform, or adds x * y to a lookup.
+  int in_product;
 };
 
 // One tensor of leaves, [batch, heads, n, columns], where n is L, S or L + S - 1. Its dtype is the compute dtype, or
@@ -146,6 +150,9 @@ struct Table {
   Terms numbers, tangent;  // null data: there is none
   int64_t size = 0;
   TableOf of = TableOf::all;
+  // If kernels keep the numbers of a tile of queries transposed, [size, kScoreTile], where they begin among those of all
+  // tables; else -1. A vector then holds the numbers of neighbouring queries.
+  int64_t in_tile = -1;
 };
 constexpr int kMostTables = 4;
 
@@ -175,6 +182,7 @@ struct PairProgram {
   int columns[kTermKinds] = {};
   Terms terms[kTermKinds];
   Table tables[kMostTables];
+  int64_t size_in_tile = 0;  // of all tables with Table::in_tile
   // Three numbers that describe the first pair whose index is outside of its table: i * S + j, the index and the size
   // of the table. The first number is -1 if there is no such pair.
   int64_t* wrong = nullptr;

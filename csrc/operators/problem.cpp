@@ -164,6 +164,19 @@ void ProblemBuilder::add_sequences(const Call& call, WriteSequences* write) {
 
 namespace {
 
+// Whether kernels should keep a table's numbers of a tile of queries transposed: if each query has a few numbers, and
+// the index of every lookup is a function of the key alone.
+bool suits_tiles(const Table& table, int number, const List& list) {
+  constexpr int64_t kMostNumbers = 128;
+  const auto is_other = [&](const Step& step) {
+    if (step.op != Op::lookup || step.table != number) return false;
+    const Leaf leaf = step.from[0] < 0 ? list.leaves[-1 - step.from[0]].leaf : Leaf::score;
+    return leaf != Leaf::key_number && leaf != Leaf::key;
+  };
+  return table.of == TableOf::queries && table.size <= kMostNumbers &&
+         std::none_of(list.steps, list.steps + list.step_count, is_other);
+}
+
 // Returns the tensor, or a contiguous copy if its last dimension is not contiguous in memory.
 std::optional<at::Tensor> with_whole_rows(const std::optional<at::Tensor>& tensor) {
   const bool is_whole = !tensor || tensor->size(-1) == 1 || tensor->stride(-1) == 1;
@@ -199,6 +212,10 @@ void ProblemBuilder::add_program(const Call& call) {
     table.size = numbers ? numbers->size(-1) : 0;
     for (const auto& compiled : {score_, mask_})
       if (compiled && compiled->tables[t] >= 0) table.of = static_cast<TableOf>(compiled->tables[t]);
+    if (!score_ || score_->tables[t] < 0 || !suits_tiles(table, t, score_->list)) continue;
+    table.in_tile = program_.size_in_tile;
+    constexpr int64_t kMostLanes = 16;  // of a vector; kernels read whole vectors
+    program_.size_in_tile += round_up(table.size, kMostLanes) * kScoreTile;
   }
   program_.wrong = wrong_index_;
   if (score_) {

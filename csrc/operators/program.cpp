@@ -282,7 +282,7 @@ struct OwnList {
   std::vector<Step> steps;
   std::vector<LeafOfList> leaves;
   std::vector<ResultOfList> results;
-  int slots = 0, uniform_slots = 0, lookups = 0;
+  int slots = 0, uniform_slots = 0, lookups = 0, in_product = 0;
 
   List view() const {
     const auto reads = [&](Leaf one, Leaf other) {
@@ -298,7 +298,8 @@ struct OwnList {
             uniform_slots,
             lookups,
             reads(Leaf::pair_term, Leaf::pair_tangent),
-            reads(Leaf::product, Leaf::product)};
+            reads(Leaf::product, Leaf::product),
+            in_product};
   }
 };
 
@@ -368,6 +369,18 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     }
   }
   OwnList list;
+  // Whether products may do step number n (List::in_product). `before` is the product, or the step before.
+  const auto fits_product = [&](int n, int before) {
+    Value& v = values[n];
+    const bool looks_up = v.op == Op::lookup, multiplies = looks_up || v.op == Op::fma || v.op == Op::fms;
+    if (v.op == Op::add && v.from[1] == before) std::swap(v.from[0], v.from[1]);
+    if (looks_up && v.from[2] == before) std::swap(v.from[1], v.from[2]);
+    const int x = looks_up ? 1 : 0;
+    if (uses[before] != 1 || v.from[x] != before || (multiplies && !g.is_uniform(v.from[x + 1]))) return false;
+    const auto is_further = [&](const Result& r) { return &r != &results[0] && r.value == n; };
+    return (multiplies || v.op == Op::add || v.op == Op::sub) && std::ranges::none_of(results, is_further);
+  };
+  int before = g.leaf('f', {Leaf::product});
   std::vector<int16_t> place(g.size());
   std::vector<int16_t> free;
   for (int n = 0; n < g.size(); ++n)
@@ -379,6 +392,10 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     for (int n = 0; n < g.size(); ++n) {
       const Value& v = values[n];
       if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
+      if (before != kNone) {
+        list.in_product += !uniform && fits_product(n, before);
+        if (!uniform) before = list.steps.size() + 1 == static_cast<size_t>(list.in_product + list.uniform_slots) ? n : kNone;
+      }
       Step step{v.op, 0, {}};
       if (v.op == Op::lookup || v.op == Op::lookup_tangent) {
         step.table = static_cast<int8_t>(v.leaf.column);

@@ -13,6 +13,38 @@
 
 namespace attn::ATTN_ISA {
 
+// Numbers of the pairs of a tile. Number (j, lane) is at data[j * step + (lane & lanes)].
+template <class T>
+struct Values {
+  const T* data;
+  int64_t step;
+  int64_t lanes;  // all bits, or 0 if all lanes are the same
+
+  Values from(int64_t j, int64_t lane) const { return {data + j * step + (lane & lanes), step, lanes}; }
+};
+
+// What a product does with its sums at the end. One addend after the other turns each sum x, of row j and column
+// `lane`, into factor * x + values(j, lane), or into factor * x - values(j, lane) if `is_negative`.
+template <class T>
+struct Addends {
+  struct Addend {
+    Values<T> values;
+    T factor;
+    bool is_negative;
+  };
+  static constexpr int kMost = 4;
+  Addend list[kMost];
+  int count;
+
+  Addends() : count(0) {}  // leaves `list` as it is
+  ATTN_INLINE Addends from(int64_t j, int64_t lane) const {
+    Addends moved;
+    for (; moved.count < count; ++moved.count)
+      (moved.list[moved.count] = list[moved.count]).values = list[moved.count].values.from(j, lane);
+    return moved;
+  }
+};
+
 template <class F>
 struct Gemm {
   using T = typename F::Number;
@@ -27,7 +59,8 @@ struct Gemm {
   }
 
   template <int M, int N, bool kTransposed>
-  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
+  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
+                   const Addends<T>* addends, int64_t first, int64_t lane) {
     Vec<T> sum[M][N] = {};
     const auto step = [&](int64_t k, auto is_first) {
       Vec<T> row[N];
@@ -47,6 +80,24 @@ struct Gemm {
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
+    for (int i = 0; addends && i < addends->count; ++i, accumulate = false) {
+      const auto& [values, factor, is_negative] = addends->list[i];
+      const Vec<UInt<T>> sign = bit_cast<Vec<UInt<T>>>(splat<T>(is_negative ? T{-0.0} : T{0}));
+      const T *added = values.from(first, lane).data, *before = c;
+      const int64_t next = values.lanes & kLanes<T>;
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+          if (accumulate) sum[m][n] += load<T>(before + n * kLanes<T>);
+          const Vec<T> found = bit_cast<Vec<T>>(load<UInt<T>>(reinterpret_cast<const UInt<T>*>(added + n * next)) ^ sign);
+          sum[m][n] = sum[m][n] * factor + found;
+        }
+        added += values.step;
+        before += ldc;
+        asm("" : "+r"(added), "+r"(before));
+      }
+    }
     T* row = c;
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -63,17 +114,17 @@ struct Gemm {
   // Calls tile() for `rows` rows. This number is 1 to M, and known only at run time.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc, bool accumulate) {
+                                  int64_t ldc, bool accumulate, const Addends<T>* addends, int64_t first, int64_t lane) {
     if (rows == M) {
-      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate);
+      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate, addends, first, lane);
     } else if constexpr (M > 1) {
-      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate);
+      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate, addends, first, lane);
     }
   }
 
   template <int N, bool kTransposed, class Between>
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                      bool accumulate, Between& between) {
+                      bool accumulate, const Addends<T>& addends, int64_t lane, Between& between) {
     constexpr int kMax = max_rows(N);
     for (int64_t k = 0; k < K; k += kDepth) {
       const int64_t depth = smaller(kDepth, K - k);
@@ -81,7 +132,8 @@ struct Gemm {
       for (int64_t m = 0; m < M; --blocks) {
         const int rows = static_cast<int>(divide_up(M - m, blocks));  // blocks of equal height, not 6, 6, ..., 1
         tile_of<kMax, N, kTransposed>(rows, depth, a + (kTransposed ? k * lda + m : m * lda + k), lda, b + k * ldb, ldb,
-                                      c + m * ldc, ldc, accumulate || k > 0);
+                                      c + m * ldc, ldc, accumulate || k > 0,
+                                      k + depth == K && addends.count > 0 ? &addends : nullptr, m, lane);
         m += rows;
         between();
       }
@@ -91,21 +143,22 @@ struct Gemm {
   // Calls between() after each register tile.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool accumulate, Between& between) {
+                  bool accumulate, const Addends<T>& addends, Between& between) {
     constexpr int W = kLanes<T>;
     if (K == 0) {
       for (int64_t m = 0; m < M && !accumulate; ++m)
-        for (int64_t n = 0; n < N; n += W) store<T>(c + m * ldc + n, Vec<T>{});
+        for (int64_t n = 0; n < N; n += W)
+          store<T>(c + m * ldc + n, Vec<T>{});
       return;
     }
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
-      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
+      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
     const int64_t left = (N - n) / W;
-    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
+    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
     if constexpr (kMaxColumns == 4) {
-      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
-      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
+      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
+      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
     }
   }
 };
@@ -157,19 +210,20 @@ class RowsAhead {
   int64_t lines_ = 0;  // prefetched after each tile
 };
 
-// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile.
+// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile. Tiles of
+// the processor take no addends, nor do products without slots.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
-              Between& between = kNothingBetween) {
+              Between& between = kNothingBetween, const Addends<T>& addends = {}) {
   Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
-                               between);
+                               addends, between);
 }
 // Does what multiply() does, for an A that is stored transposed, as A' (formats.inl).
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
                          Between& between = kNothingBetween) {
   Gemm<F>::template run<true>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
-                              between);
+                              Addends<T>(), between);
 }
 
 }  // namespace attn::ATTN_ISA

@@ -4,6 +4,7 @@
 // each operation in float32, stay in the L1 cache.
 #pragma once
 
+#include "cpu/tiles/gemm.inl"
 #include "cpu/tiles/tables.inl"
 
 namespace attn::ATTN_ISA {
@@ -35,9 +36,10 @@ class Evaluation {
 
   Evaluation(const Problem& p, const List& list, const auto& tile, const PairTiles<T>& tiles, T* workspace)
       : Evaluation(p, list, tile.rows->n, tile.rows->head[0],
-                   {tile.rows->position[0], tile.rows->position[0] + tile.rows->count}, tile.keys, tiles, workspace) {}
+                   {tile.rows->position[0], tile.rows->position[0] + tile.rows->count}, tile.keys, tiles, workspace,
+                   static_cast<const T*>(tile.rows->tables), static_cast<T*>(tile.rows->grad_tables)) {}
   Evaluation(const Problem& p, const List& list, int64_t n, int64_t head, Range rows, Range keys,
-             const PairTiles<T>& tiles, T* workspace)
+             const PairTiles<T>& tiles, T* workspace, const T* tables = nullptr, T* grad_tables = nullptr)
       : program_(*p.program),
         list_(list),
         entry_(p.first_entry + n),
@@ -47,7 +49,9 @@ class Evaluation {
         indices_(reinterpret_cast<Indices<T>*>(lookups_ + list.lookups)),
         rows_(rows),
         first_key_(keys.first),
-        lanes_(round_up(rows.size(), W)) {
+        lanes_(round_up(rows.size(), W)),
+        tables_(tables),
+        grad_tables_(grad_tables) {
     workspace += room_of_places(list);
     T* const indices = workspace + (list.leaf_count + list.lookups) * kLeaf;
     const bool has_tables = reads_tables(list);
@@ -71,12 +75,29 @@ class Evaluation {
     lanes_ = lanes;
   }
 
+  // Returns what the products of the tile can do of the list, which are its first steps. The caller then must let them do
+  // so, because run() leaves out these steps. It finds their result in the tile of products, and may overwrite it.
+  Addends<T> addends(T* products) {
+    Addends<T> found;
+    for (int i = 0; i < list_.in_product && found.count < Addends<T>::kMost; ++i, ++found.count) {
+      const Step& step = list_.steps[list_.uniform_slots + i];
+      const bool looks_up = step.op == Op::lookup, multiplies = step.op != Op::add && step.op != Op::sub;
+      const Values<T> z = looks_up ? lookups_[step.lookup] : at(step.from[multiplies ? 2 : 1]);
+      if (!z.data) break;
+      const T factor = multiplies ? *at(step.from[looks_up ? 2 : 1]).data : T{1};
+      found.list[found.count] = {z, factor, step.op == Op::fms || step.op == Op::sub};
+    }
+    if (found.count > 0) products_ = products;
+    done_ = found.count;
+    return found;
+  }
+
   // Evaluates keys [first, first + count) of the tile. Writes the last operation's result to `to`, and the list's
   // second result to `kept`, unless these pointers are null.
   void run(int64_t first, int64_t count, T* to = nullptr, T* kept = nullptr) {
     first_ = first;
     kept_ = kept;
-    for (int i = list_.uniform_slots; i < list_.step_count; ++i)
+    for (int i = list_.uniform_slots + done_; i < list_.step_count; ++i)
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
@@ -108,22 +129,32 @@ class Evaluation {
   // Adds a strip of gradients to the gradient of a table. Adds the gradient of each pair to the number that the pair
   // looks up. `begin`: where a copy of the table's gradient begins.
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
-    const Lookup<T> at = lookup(result.table, grad, result.index);
-    T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
+    const Lookup<T> at = lookup(result.table, grad, result.index, grad_tables_);
+    T* const table = const_cast<T*>(at.table) + (at.is_tile() ? 0 : begin) + first_ * at.key;
     const int64_t rows = rows_.size();
     if (at.indices && at.indices->are_same && at.index_at(0, 0) < at.size) {
-      T* const to = table + at.index_at(0, 0);
+      T* const to = table + at.index_at(0, 0) * at.col;
       if (at.key != 0) return add_lanes<T>(x, count, rows, to, at.key);
       T sums[kRowTile] = {};
       add_rows<T>(x, count, lanes_, sums);
       for (int64_t i = 0; i < rows; ++i) to[i * at.row] += sums[i];
       return;
     }
+    if (at.is_tile() && at.indices && at.indices->of_keys) {
+      for (int64_t key = 0; key < count; ++key) {
+        const UInt<T> index = at.index_at(key, 0);
+        for (int64_t i = 0; i < lanes_ && index < at.size; i += W) {
+          T* const to = table + index * at.col + i;
+          store<T>(to, load<T>(to) + load<T>(x.data + key * x.step + i));
+        }
+      }
+      return;
+    }
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count; j += W) {
         const int64_t of_keys = smaller(W, count - j), of_rows = smaller(W, rows - i);
         // A lane without a row may hold a NaN.
-        const int step = of_keys == W && of_rows == W ? at.step(j, i) : 0;
+        const int step = of_keys == W && of_rows == W && !at.is_tile() ? at.step(j, i) : 0;
         if (step != 0 && at.key != 0) {
           for (int64_t k = j; k < j + W; ++k) {
             T* const to = table + k * at.key + smaller(at.index_at(k, i), at.index_at(k, i + W - 1));
@@ -143,7 +174,7 @@ class Evaluation {
           // waits for the previous one.
           const auto add = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
             const UInt<T> index = at.index_at(key, row);
-            if (index < at.size) table[key * at.key + row * at.row + index] += x.data[key * x.step + row];
+            if (index < at.size) table[key * at.key + row * at.row + index * at.col] += x.data[key * x.step + row];
           };
           if (at.key != 0) {
             for (int64_t row = i; row < i + of_rows; ++row)
@@ -167,7 +198,11 @@ class Evaluation {
     for (int i = 0; i < list.result_count; ++i) reads |= list.results[i].table >= 0;
     return reads;
   }
-  T* slot(int16_t n) const { return kept_ && n == list_.results[1].from ? kept_ : slots_ + n * kSlot; }
+  T* slot(int16_t n) const {
+    if (kept_ && n == list_.results[1].from) return kept_;
+    if (done_ > 0 && n == list_.steps[list_.uniform_slots + done_ - 1].to) return products_ + first_ * kRowTile;
+    return slots_ + n * kSlot;
+  }
   const Terms& terms_of(const Step& step) const {
     const Table& table = program_.tables[step.table];
     return step.op == Op::lookup ? table.numbers : table.tangent;
@@ -405,13 +440,20 @@ class Evaluation {
     __builtin_unreachable();
   }
 
-  Lookup<T> lookup(int number, const Terms& terms, int16_t index) const {
+  // `tiles`: the tables of the tile's rows that are kept transposed, or null.
+  Lookup<T> lookup(int number, const Terms& terms, int16_t index, const T* tiles) const {
     const Table& table = program_.tables[number];
     const T* data = static_cast<const T*>(terms.data);
-    Lookup<T> found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), nullptr, first_};
-    if (table.of == TableOf::queries) found.row = terms.row;
-    if (table.of == TableOf::keys) found.key = terms.row;
-    found.table += entry_ * terms.entry + head_ * terms.head + rows_.first * found.row + first_key_ * found.key;
+    Lookup<T> found = {data, 0, 0, 1, static_cast<UInt<T>>(table.size), at(index), nullptr, first_};
+    if (tiles && table.in_tile >= 0) {
+      found.table = tiles + table.in_tile;
+      found.row = 1;
+      found.col = kRowTile;
+    } else {
+      if (table.of == TableOf::queries) found.row = terms.row;
+      if (table.of == TableOf::keys) found.key = terms.row;
+      found.table += entry_ * terms.entry + head_ * terms.head + rows_.first * found.row + first_key_ * found.key;
+    }
     if (index < 0 && is_number(list_.leaves[-1 - index].leaf)) found.indices = &indices_[-1 - index];
     return found;
   }
@@ -423,16 +465,16 @@ class Evaluation {
                           __attribute__((always_inline)) { return load<T>(v.data + j * v.step + (i & v.lanes)); };
       store<T>(to + j * kRowTile + i, of(y) * of(z) + found);
     };
-    const Lookup<T> at = lookup(step.table, terms, step.from[0]);
+    const Lookup<T> at = lookup(step.table, terms, step.from[0], step.op == Op::lookup ? tables_ : nullptr);
     const T* const table = at.table + first_ * at.key;
-    const Indices<T>* const leaf = at.size >= UInt<T>{W} ? at.indices : nullptr;
+    const Indices<T>* const leaf = at.size >= UInt<T>{W} || at.is_tile() ? at.indices : nullptr;
     const int64_t last = rows_.size() - 1;
     // Lanes without a row read the last row's numbers.
     const auto row = [&](int64_t i) { return table + smaller(i, last) * at.row; };
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count; j += W) {
         const int64_t keys = smaller(W, count - j);
-        if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
+        if (leaf && at.row != 0 && !at.is_tile() && (leaf->of_distances || leaf->of_keys)) {
           // Each row has its own table. A single vector of this table may hold the numbers of W keys. If the indices
           // of neighbouring keys differ by 1, or all by -1, the numbers already lie in this vector in order.
           const int step = keys == W && i + W <= rows_.size() ? at.step(j, i) : 0;
@@ -465,6 +507,10 @@ class Evaluation {
         }
         for (int64_t key = j; key < j + keys; ++key) {
           const T* const from = row(i) + key * at.key;
+          if (leaf && at.is_tile() && leaf->of_keys && at.index_at(key, 0) < at.size) {
+            put(key, i, load<T>(from + at.index_at(key, 0) * at.col));
+            continue;
+          }
           if (leaf && at.key != 0 && !leaf->of_keys) {  // W rows read the table of one key
             const int64_t place = leaf->place(first_ + key, i);
             const UInt<T> base = smaller(leaf->least[place], at.size - W);
@@ -477,7 +523,7 @@ class Evaluation {
           for (int k = 0; k < W; ++k) {
             const UInt<T> index = at.index_at(key, i + k);
             if (index < at.size)
-              numbers[k] = (row(i + k) + key * at.key)[index];
+              numbers[k] = (row(i + k) + key * at.key)[index * at.col];
             else if (i + k <= last)
               report(rows_.first + i + k, first_key_ + first_ + key, static_cast<Int<T>>(index), at.size);
           }
@@ -485,8 +531,9 @@ class Evaluation {
         }
       }
   }
-  // If all pairs of the tile have the same index, reads the table once for all strips. Reads one number for the tile,
-  // or one number for each row (key) if each row (key) has a table of its own.
+  // Looks for a simple rule by which the pairs of the tile read the table. If all pairs have the same index, reads one
+  // number for the tile, or one number for each row (key) if each row (key) has a table of its own. If the indices of
+  // neighbours differ by 1 and the numbers of neighbouring rows lie side by side, these numbers are read in place.
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
@@ -495,11 +542,23 @@ class Evaluation {
       same.data = to;
     }
     if (step.from[0] >= 0 || same.data) return;
-    const Lookup<T> at = lookup(step.table, terms, step.from[0]);
+    const Lookup<T> at = lookup(step.table, terms, step.from[0], step.op == Op::lookup ? tables_ : nullptr);
+    if (!at.indices) return;
     const UInt<T> index = at.index_at(0, 0);
-    if (!at.indices || !at.indices->are_same || index >= at.size) return;
-    const int64_t rows = rows_.size();
-    if (at.key != 0) {
+    const int64_t rows = rows_.size(), col = at.col;
+    if (at.indices->step != 0) {
+      const bool of_keys = at.indices->of_keys, of_distances = at.indices->of_distances;
+      const int64_t of_key = of_keys ? at.indices->step : of_distances ? -1 : 0;
+      if (of_keys ? !at.is_tile() : at.row != 0 || at.indices->step < 0) return;
+      const UInt<T> first = at.index_at(of_keys || !of_distances ? 0 : keys - 1, 0);
+      const UInt<T> last = of_keys ? at.index_at(keys - 1, 0) : index + static_cast<UInt<T>>(lanes_ - 1);
+      if (first < at.size && last < at.size) same = {at.table + index * col, at.key + of_key * col, -1};
+      return;
+    }
+    if (!at.indices->are_same || index >= at.size) return;
+    if (at.is_tile()) {
+      same = {at.table + index * col, 0, -1};
+    } else if (at.key != 0) {
       for (int64_t j = 0; j < keys; ++j) store<T>(to + j * W, splat<T>(at.table[j * at.key + index]));
       same = {to, W, 0};
     } else {
@@ -537,8 +596,13 @@ class Evaluation {
   Range rows_;
   int64_t first_key_;
   int64_t lanes_;
+  const T* tables_;  // RowTile::tables
+  T* grad_tables_;
   int64_t first_ = 0;
   T* kept_ = nullptr;
+  // The number of steps that products have done, and the tile of these products: see addends().
+  int done_ = 0;
+  T* products_ = nullptr;
 };
 
 // The room for all lists of a problem, in numbers. The room is larger than the lists need, because add_diagonals()

@@ -17,12 +17,16 @@ struct RowTile {
   Range positions;  // holds the positions of all rows, counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];
+  // The numbers of these rows in tables with Table::in_tile, and the sums of their gradients, in the compute dtype. Null
+  // if the kernel does not keep them.
+  void *tables, *grad_tables;
 
   // Sets the tile's rows to `rows`, which are counted in the group of heads that begins with `first_head`.
   void set(const Problem& p, int64_t batch_entry, int64_t first_head, Range rows) {
     n = batch_entry;
     sequence = sequence_of(p, n);
     count = rows.size();
+    tables = grad_tables = nullptr;
     positions = {};  // grows to hold the positions of all rows
     if (count == 0) return;
     Row at = row_after(p, {n, first_head, 0}, rows.first);

@@ -84,30 +84,18 @@ template <class F>
 ATTN_INLINE void each_strip(int64_t keys, F f) {
   for (int64_t first = 0; first < keys; first += kStrip) f(first, smaller(kStrip, keys - first));
 }
-// Evaluates a list with one result over a tile, and writes the result to `to`. The list may also read `to`.
+// Evaluates a list over `keys` keys of a tile. Writes the first result to `to` and, unless `kept` is null, the second
+// result to `kept`. The list may also read `to`.
 template <class T>
-void evaluate(const Problem& p, const List& list, const ScoreTile<T>& tile, const PairTiles<T>& tiles, T* to,
-              const Operand* tangent = nullptr) {
-  Evaluation<T> pairs(p, list, tile, with_pairs(p, list, tile, tiles, tangent), room_of_lists(p, tile));
-  each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
-    T* const at = to + first * kRowTile;
-    pairs.run(first, count, at);
-    if (list.step_count == list.uniform_slots) pairs.copy(list.results[0].from, count, at);
-  });
-}
-
-// Turns products into scores, and writes the list's second result to `kept`.
-template <class T>
-void evaluate_keeping(const Problem& p, const List& list, const ScoreTile<T>& tile, T* x, T* kept) {
-  Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
-  each_strip(tile.keys.size(), [&](int64_t first, int64_t count) {
-    T* const at = x + first * kRowTile;
-    const int16_t score = list.results[0].from;
-    const bool is_last = list.step_count > list.uniform_slots && list.steps[list.step_count - 1].to == score &&
-                         score != list.results[1].from;
-    pairs.run(first, count, is_last ? at : nullptr, kept + first * kRowTile);
-    if (!is_last) pairs.copy(score, count, at);
-    pairs.copy(list.results[1].from, count, kept + first * kRowTile);
+void evaluate(const List& list, Evaluation<T>& pairs, int64_t keys, T* to, T* kept = nullptr) {
+  const int16_t result = list.results[0].from;
+  const bool is_last = list.step_count > list.uniform_slots && list.steps[list.step_count - 1].to == result &&
+                       !(kept && result == list.results[1].from);
+  each_strip(keys, [&](int64_t first, int64_t count) {
+    T *const at = to + first * kRowTile, *const kept_at = kept ? kept + first * kRowTile : nullptr;
+    pairs.run(first, count, is_last ? at : nullptr, kept_at);
+    if (!is_last) pairs.copy(result, count, at);
+    if (kept) pairs.copy(list.results[1].from, count, kept_at);
   });
 }
 
@@ -226,21 +214,28 @@ ATTN_INLINE T exponent_of_cap(const Problem& p) {
   return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
 }
 
-// Turns products into scores by the cap, ALiBi or a score_mod (has_score_terms). Unless `kept` is null, also writes to
-// `kept` what derivatives read. With a cap, this is the tanh (SoftCap). With a score_mod, it is the second result of
-// PairProgram::keeping, or the products if `keeping` is null.
+// Writes the scores of a score_mod to a tile. multiply(addends) writes the products. Writes what derivatives read to
+// `kept`, unless `kept` is null: the second result of PairProgram::keeping, or the products if `keeping` is null.
+template <class T, class Multiply>
+void scores_of_program(const Problem& p, const ScoreTile<T>& tile, bool takes_addends, T* x, T* kept,
+                       Multiply multiply) {
+  const PairProgram& program = *p.program;
+  const bool keeps = kept && program.keeping;
+  const List* const derivatives[] = {program.gradient, program.tangent, program.tangent_gradient};
+  bool keeps_product = false;
+  for (const List* list : derivatives) keeps_product |= kept && !keeps && list && list->reads_product;
+  const List& list = keeps ? *program.keeping : *program.score;
+  Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
+  multiply(takes_addends && !keeps_product ? pairs.addends(x) : Addends<T>());
+  if (keeps_product) __builtin_memcpy(kept, x, static_cast<size_t>(tile.keys.size() * kRowTile) * sizeof(T));
+  evaluate<T>(list, pairs, tile.keys.size(), x, keeps ? kept : nullptr);
+}
+
+// Turns products into scores by the cap or ALiBi. With a cap, also writes what derivatives read to `kept`, unless `kept`
+// is null: the tanh (SoftCap).
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-  if (has_score_mod(p)) {
-    const PairProgram& program = *p.program;
-    if (kept && program.keeping) return evaluate_keeping<T>(p, *program.keeping, tile, x, kept);
-    const List* const derivatives[] = {program.gradient, program.tangent, program.tangent_gradient};
-    bool is_read = false;
-    for (const List* list : derivatives) is_read |= list && list->reads_product;
-    if (kept && is_read) __builtin_memcpy(kept, x, static_cast<size_t>(keys * kRowTile) * sizeof(T));
-    return evaluate<T>(p, *p.program->score, tile, {.product = x}, x);
-  }
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
     const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
@@ -255,13 +250,12 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
   each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
 }
 
-// Turns the products of a tile into scores, unless leaves_products(). Always writes -inf for hidden keys.
+// Turns the products of a tile into scores, unless leaves_products() or has_score_terms(). Adds the mask, and always
+// writes -inf for hidden keys.
 template <class T>
-void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
+void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
-  const bool is_scaled = has_score_terms(p);
-  if (is_scaled) add_score_terms<T>(p, tile, x, kept);
-  const bool is_done = is_scaled || leaves_products<T>(p);
+  const bool is_done = has_score_terms(p) || leaves_products<T>(p);
   const auto score = is_done ? ScoreFunction<T>::identity() : ScoreFunction<T>::of(p);
   const Vec<T> hidden = splat<T>(-kInfinity<T>);
   if (tile.mask == ScoreTile<T>::Mask::bits) {
@@ -291,14 +285,23 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
     between();
     tables();
   };
-  each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
-    multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
-                {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, ask);
-  });
-  if (key_scale)
-    each_vector(x, tile.keys.size(), tile.lanes(),
-                [&](Vec<T> product, int64_t j, int64_t) { return product * key_scale[j]; });
-  products_to_scores<T>(p, tile, x, kept);
+  const auto products = [&](const Addends<T>& addends) {
+    each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
+      multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
+                  {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, ask,
+                  addends.from(seen.first, lane));
+    });
+  };
+  if (has_score_mod(p)) {
+    scores_of_program<T>(p, tile, !F::kTiles && p.head_dim > 0, x, kept, products);
+  } else {
+    products({});
+    if (key_scale)
+      each_vector(x, tile.keys.size(), tile.lanes(),
+                  [&](Vec<T> product, int64_t j, int64_t) { return product * key_scale[j]; });
+    if (has_score_terms(p)) add_score_terms<T>(p, tile, x, kept);
+  }
+  products_to_scores<T>(p, tile, x);
 }
 
 // Writes tx, the derivative of the scores along t: cap' * tz - tslope * |p - j| + tM with
@@ -321,7 +324,10 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
   scale_tile<T>(tx, keys * kRowTile, ScoreFunction<T>::of(p).slope());
   if (has_score_mod(p)) {
     if (tz) __builtin_memcpy(tz, tx, static_cast<size_t>(keys * kRowTile) * sizeof(T));
-    return evaluate<T>(p, *p.program->tangent, tile, {.product = kept, .tangent = tx}, tx, &t.mask);
+    const List& list = *p.program->tangent;
+    const PairTiles<T> tiles = {.product = kept, .tangent = tx};
+    Evaluation<T> pairs(p, list, tile, with_pairs(p, list, tile, tiles, &t.mask), room_of_lists(p, tile));
+    return evaluate<T>(list, pairs, keys, tx);
   }
   if (p.softcap > 0) {
     each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) {

@@ -66,14 +66,6 @@ ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
   return is_usual ? power + power * (rest * static_cast<T>(0.69314718055994530942)) : power;
 }
 
-// An operand. Number (j, lane) of a strip is at data[j * step + (lane & lanes)].
-template <class T>
-struct Values {
-  const T* data;
-  int64_t step;
-  int64_t lanes;  // all bits, or 0 if all lanes are the same
-};
-
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
 
 // These functions sum a strip: add_rows() for each lane, add_lanes() for each key, and add_diagonals() for each

@@ -25,6 +25,7 @@ struct Indices {
   const UInt<T>*least, *most;
   bool of_distances, of_keys;
   bool are_same;  // whether all pairs of the tile have one index; then `least` and `most` hold nothing
+  int step = 0;   // if all neighbouring indices differ by 1, or all by -1, this difference
   int64_t place(int64_t key, int64_t row) const {
     return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
   }
@@ -49,6 +50,12 @@ struct Indices {
       found.are_same = !any((bits<T>(load<T>(first + n)) != one) & counts);
     }
     if (found.are_same) return found;
+    const Vec<UInt<T>> step = splat<UInt<T>>(bit_cast<UInt<T>>(first[1]) - one[0]);
+    if (count > 1 && (step[0] == 1 || step[0] == ~UInt<T>{})) found.step = static_cast<int>(static_cast<Int<T>>(step[0]));
+    for (int64_t n = 0; n < count - 1 && found.step != 0; n += W) {
+      const auto counts = lane_numbers<T>() < static_cast<Int<T>>(count - 1 - n);
+      if (any((bits<T>(load<T>(first + n + 1)) - bits<T>(load<T>(first + n)) != step) & counts)) found.step = 0;
+    }
     if (of_distances)
       find_least_and_most<2 * kRowTile>(found.numbers, least, most);
     else
@@ -87,17 +94,18 @@ struct Indices {
 };
 
 // A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first + j) * key + lane * row +
-// index_at(j, lane)].
+// index_at(j, lane) * col].
 template <class T>
 struct Lookup {
   static constexpr int W = kLanes<T>;
   const T* table;
-  int64_t row, key;
+  int64_t row, key, col;
   UInt<T> size;
   Values<T> index;
   const Indices<T>* indices;  // null if the index is no leaf
   int64_t first;              // the tile's key with which the strip begins
 
+  bool is_tile() const { return col != 1; }  // Table::in_tile
   UInt<T> index_at(int64_t j, int64_t lane) const {
     return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
   }
@@ -133,6 +141,57 @@ struct Lookup {
     return any((most > last + (W - 1)) | (most - base >= UInt<T>{W})) ? splat<UInt<T>>(kScattered) : base;
   }
 };
+
+// Calls f(the numbers of a tile's rows, their place in a tile, size) for each table with Table::in_tile. `of_table` returns
+// the terms of a table, or their gradients.
+template <class T, class F>
+ATTN_INLINE void each_table_in_tile(const Problem& p, const RowTile& rows, auto of_table, F f) {
+  for (int t = 0; t < kMostTables && p.program; ++t) {
+    const Table& table = p.program->tables[t];
+    const Terms& terms = of_table(t);
+    if (table.in_tile < 0 || !terms.data) continue;
+    T* const numbers = static_cast<T*>(const_cast<void*>(terms.data)) + (p.first_entry + rows.n) * terms.entry +
+                       rows.head[0] * terms.head + rows.position[0] * terms.row;
+    f(Block{reinterpret_cast<char*>(numbers), dtype_of<T>, terms.row, 1}, table.in_tile, table.size);
+  }
+}
+// Reads the tables of a tile's rows, and keeps them transposed in `to`.
+template <class T>
+void load_tables(const Problem& p, RowTile& rows, T* to) {
+  if (!p.program || p.program->size_in_tile == 0) return;
+  rows.tables = to;
+  each_table_in_tile<T>(
+      p, rows, [&](int t) -> const Terms& { return p.program->tables[t].numbers; },
+      [&](const Block& block, int64_t place, int64_t size) {
+        pack_transposed<T>(to + place, kRowTile, block, rows.count, size, rows.lanes<T>());
+      });
+}
+// Adds the gradients that a tile's rows have collected, and which begin `begin` numbers after the gradients in `grads`.
+template <class T>
+void add_tables(const Problem& p, const RowTile& rows, const Terms* grads, int64_t begin) {
+  constexpr int W = kLanes<T>;
+  if (!rows.grad_tables) return;
+  each_table_in_tile<T>(
+      p, rows, [&](int t) -> const Terms& { return grads[t]; },
+      [&](const Block& block, int64_t place, int64_t size) {
+        T* const to = reinterpret_cast<T*>(block.data) + begin;
+        for (int64_t i = 0; i < rows.count; i += W)
+          for (int64_t j = 0; j < size; j += W) {
+            Vec<T> sums[W];
+            for (int k = 0; k < W; ++k)
+              sums[k] = load<T>(static_cast<const T*>(rows.grad_tables) + place + (j + k) * kRowTile + i);
+            transpose<T>(sums);
+            for (int64_t k = 0; k < smaller(W, rows.count - i); ++k) {
+              T* const at = to + (i + k) * block.row + j;
+              const int64_t count = smaller(W, size - j);
+              if (count == W)
+                store<T>(at, load<T>(at) + sums[k]);
+              else
+                store_some<T>(at, load_some<T>(at, count) + sums[k], count);
+            }
+          }
+      });
+}
 
 // Prefetches the numbers that the pairs of a tile look up in tables, or the gradients of these numbers. Fetches some of
 // them after each register tile of a product. Processors by themselves do not read ahead here, because tables are large
