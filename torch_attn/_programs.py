@@ -7,8 +7,10 @@ of these functions gets one pair of a query i and a key j.
 from __future__ import annotations
 
 import contextlib
+import dis
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch_attn._program_list import DISTANCE, KEY, PAIR, ROW, write
 from torch_attn._program_trace import Tracer
 
-__all__ = ["Program", "score_program", "trace"]
+__all__ = ["Program", "remembered", "score_program", "trace"]
 
 MOST_OPERATIONS, MOST_LEAVES = 64, 16
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -65,9 +67,9 @@ class Program:
     pairs: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the program as arguments of ``torch.ops.attn.flex_attention``, by name."""
-        of_program = {"score": "score_mod", "mask": "mask_mod", "pairs": "attn_mask"}
-        return {of_program.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
+        """Returns the arguments of ``torch.ops.attn.flex_attention`` that are not None, by name."""
+        found = self.__dict__
+        return {name: x for part, name in _ARGUMENTS if (x := found[part]) is not None}
 
     def __str__(self) -> str:
         parts = [f"{n}: {text}" for n in ("score", "mask") if (text := getattr(self, n))]
@@ -79,6 +81,8 @@ class Program:
         return "".join(parts)
 
 
+_OF_PROGRAM = {"score": "score_mod", "mask": "mask_mod", "pairs": "attn_mask"}
+_ARGUMENTS = [(f.name, _OF_PROGRAM.get(f.name, f.name)) for f in fields(Program)]
 _KINDS = {"row": ROW, "key": KEY, "distance": DISTANCE}
 _TABLES = "table_0", "table_1", "table_2", "table_3"
 
@@ -139,6 +143,63 @@ def trace(
         leaves["pairs"] = tracer.pairs
     score_text = texts[0] if score_mod is not None else None
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)
+
+
+_known: dict[Any, Program] = {}
+_MOST_KNOWN, _MOST_NUMBERS = 64, 1 << 16
+
+
+def remembered(
+    score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: torch.dtype, **more: Any
+) -> Program:
+    """Does what `trace` does, but only once for functions that cannot change, as `i >= j`."""
+    fixed = _fixed(score_mod), _fixed(mask_mod)
+    if None in fixed or _records():
+        return trace(score_mod, mask_mod, dtype=dtype, **more)
+    inference = torch.is_inference_mode_enabled()
+    key = *fixed, dtype, *more.values(), torch.get_default_dtype(), inference
+    if (program := _known.get(key)) is None:
+        program = trace(score_mod, mask_mod, dtype=dtype, **more)
+        parts = program.arguments().values()
+        if sum(x.numel() for x in parts if isinstance(x, Tensor)) <= _MOST_NUMBERS:
+            if len(_known) >= _MOST_KNOWN:
+                _known.clear()
+            _known[key] = program
+    return program
+
+
+def _fixed(function: Callable[..., Any] | None) -> Any:
+    """Returns all that a function's results depend on besides its arguments, or None.
+
+    None means that the results may depend on more. They do not if the function captures numbers
+    alone, and uses operators, but no names.
+    """
+    if function is None:
+        return ()
+    if type(function) is not FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return None
+    code = function.__code__
+    if code.co_names or dis.opmap["STORE_DEREF"] in code.co_code[::2]:
+        return None
+    captured = [cell.cell_contents for cell in function.__closure__ or ()]
+    numbers = bool, int, float
+    if any(type(x) not in numbers for x in captured):
+        return None
+    if any(type(x) not in (*numbers, str, type(None)) for x in code.co_consts):
+        return None
+    return code, tuple(map(repr, captured))
+
+
+def _records() -> bool:
+    """Whether something sees the operations of this call, or changes what they return."""
+    C = torch._C
+    return bool(
+        torch.compiler.is_compiling()
+        or C._get_tracing_state()
+        or C._len_torch_dispatch_stack()
+        or C._len_torch_function_stack()
+        or C._functorch.peek_interpreter_stack()
+    )
 
 
 def _stack(tracer: Tracer, name: str, leaves: list[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_attn._programs import MaskMod, Program, ScoreMod, trace
+from torch_attn._programs import MaskMod, Program, ScoreMod, remembered
 from torch_attn.functional import _number, _refuse_others
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def flex_attention(
 
     It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
     that function on a CPU, where PyTorch's function lacks the derivatives of query, key and value.
-    Nothing is compiled. Each call runs `score_mod` and the mask_mod once. Some parts of these
+    Nothing is compiled. Each call runs `score_mod` and the mask_mod once. A function that uses
+    nothing but operators and captured numbers, such as ``i >= j``, may run less often, because its
+    list of operations is remembered. Some parts of these
     functions depend on both the query and the key. The kernels evaluate such parts inside their
     tiles. The score of a pair is ``score_mod(z, b, h, q_idx, kv_idx)``, where
     ``z = scale <query, key>``. A query does not see a key where ``mask_mod(b, h, q_idx, kv_idx)``
@@ -116,8 +118,8 @@ def flex_attention(
     program = Program(None, None)
     if score_mod is not None or mask_mod is not None:
         lengths = {"queries": query.size(2), "keys": key.size(2)}
-        program = trace(
-            score_mod, mask_mod, **sizes, **lengths, dtype=query.dtype, device=query.device
+        program = remembered(
+            score_mod, mask_mod, query.dtype, **sizes, **lengths, device=query.device
         )
     output, logsumexp, max_score = torch.ops.attn.flex_attention(
         query,
@@ -128,6 +130,7 @@ def flex_attention(
         blocks=blocks,
         block_size=block_size,
         **program.arguments(),
+        with_rows=return_lse or return_aux is not None,
     )
     if return_lse:
         return output, logsumexp

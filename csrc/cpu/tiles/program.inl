@@ -135,6 +135,7 @@ class Evaluation {
     if (at.indices && at.indices->are_same && at.index_at(0, 0) < at.size) {
       T* const to = table + at.index_at(0, 0) * at.col;
       if (at.key != 0) return add_lanes<T>(x, count, rows, to, at.key);
+      if (at.is_tile()) return add_rows<T>(x, count, lanes_, to);
       T sums[kRowTile] = {};
       add_rows<T>(x, count, lanes_, sums);
       for (int64_t i = 0; i < rows; ++i) to[i * at.row] += sums[i];
