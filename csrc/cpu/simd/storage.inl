@@ -54,21 +54,23 @@ ATTN_INLINE Vec<T> load_as(const Int8* p) {
   __builtin_memcpy(&bytes, p, sizeof bytes);
   return __builtin_convertvector(widened(bytes), Vec<T>);
 }
-// Loads the numbers divided by kFloat8. Copies the exponent and mantissa bits of a Float8 into a half. The half, normal
-// or subnormal, is the Float8 divided by kFloat8 = 2^8, because the exponent bias is 7 in a Float8 and 15 in a half. To
-// make up for this factor, read_scales() multiplies scales by kFloat8.
+// Returns the Float8 in the high byte of each word, divided by kFloat8. Copies its exponent and mantissa bits into a
+// half. The half, normal or subnormal, is the Float8 divided by kFloat8 = 2^8, because the exponent bias is 7 in a Float8
+// and 15 in a half. To make up for this factor, read_scales() multiplies scales by kFloat8.
 constexpr float kFloat8 = 0x1p8f;
+template <class T>
+ATTN_INLINE Vec<T> float8_to_float(Shorts<T> words) {
+  using Signed = typename VectorOf<int16_t, kLanes<T>>::type;
+  // The shift by 1 moves 7 bits to their places and keeps the sign in its place. It also copies the sign to bit 14,
+  // which 0xbf80 clears. In a NaN, these 7 bits are 1. Then the sum has bit 14 set, and so has the exponent of a NaN.
+  const Shorts<T> half = bit_cast<Shorts<T>>(bit_cast<Signed>(words) >> 1) & static_cast<uint16_t>(0xbf80);
+  return half_to_float(half | ((half + static_cast<uint16_t>(0x80)) & static_cast<uint16_t>(0x4000)));
+}
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Float8* p) {
   Bytes<T> bytes;
   __builtin_memcpy(&bytes, p, sizeof bytes);
-  using Signed = typename VectorOf<int16_t, kLanes<T>>::type;
-  // The shift by 1 moves 7 bits to their places and keeps the sign in its place. It also copies the sign to bit 14,
-  // which 0xbf80 clears.
-  const Shorts<T> half =
-      bit_cast<Shorts<T>>(bit_cast<Signed>(widened(bytes) << 8) >> 1) & static_cast<uint16_t>(0xbf80);
-  const auto is_nan = (half & static_cast<uint16_t>(0x3f80)) == static_cast<uint16_t>(0x3f80);
-  return half_to_float(half | (is_nan & static_cast<uint16_t>(0x7c00)));
+  return float8_to_float<T>(widened(bytes) << 8);
 }
 template <class T>
 ATTN_INLINE Vec<T> load_as(const Boolean* p) {
@@ -88,10 +90,15 @@ ATTN_INLINE Vec<T> load_as(const float* p)
 // Loads 2 kLanes<T> neighbours in the order of memory. But if kTakesTurns<S>, `first` gets the numbers 0, 2, 4, ... and
 // `second` gets the numbers 1, 3, 5, ..., because this order takes fewer instructions.
 template <class S>
-constexpr bool kTakesTurns = std::is_same_v<S, BFloat16>;
+constexpr bool kTakesTurns = std::is_same_v<S, BFloat16> || std::is_same_v<S, Float8>;
 template <class T, class S>
 ATTN_INLINE void load_two(const S* p, Vec<T>& first, Vec<T>& second) {
-  if constexpr (kTakesTurns<S>) {
+  if constexpr (std::is_same_v<S, Float8>) {
+    Shorts<T> words;
+    __builtin_memcpy(&words, p, sizeof words);
+    first = float8_to_float<T>(words << 8);
+    second = float8_to_float<T>(words);
+  } else if constexpr (kTakesTurns<S>) {
     Vec<uint32_t> bits;
     __builtin_memcpy(&bits, p, sizeof bits);
     first = bit_cast<Vec<T>>(bits << 16);

@@ -173,7 +173,7 @@ struct FewRows {
   // and packed rows in this order. together() puts the columns of the output back in their own order. With a format of
   // pairs, the output has the order of pairs_of_rows(), and together() undoes this order. If a row ends with a single
   // vector, this vector stays as it is.
-  static bool takes_turns(DType dtype) { return dtype == DType::bf16 && !kPairs; }
+  static bool takes_turns(DType dtype) { return (dtype == DType::bf16 || dtype == DType::e4m3) && !kPairs; }
   static void apart(T* row, int64_t cols) {
     for (int64_t d = 0; d + 2 * W <= cols; d += 2 * W) {
       T turns[2 * W];
