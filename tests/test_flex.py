@@ -287,6 +287,43 @@ def test_tables_are_read_inside(at_end: bool) -> None:
         assert torch.equal(output(guarded), output(table))
 
 
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("head_dim", [0, 8, 70])
+def test_products_go_on_with_the_list(head_dim: int) -> None:
+    """Products do up to four steps that add a leaf or a looked-up number, and run() the rest."""
+    queries, keys, double = 70, 130, {"dtype": torch.float64, "requires_grad": True}
+    torch.manual_seed(0)
+    sizes = (queries,), (keys,), (queries + keys,), (queries, keys), (queries, 5), (keys, 200)
+    row, key, distance, pair, of_rows, of_keys = learned = [torch.randn(s, **double) for s in sizes]
+
+    def first(s: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (s - row[i]) * 1.5 - key[j] + 0.25
+
+    def second(s: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return distance[i - j + keys] + s * 0.5 - pair[i, j]
+
+    def third(s: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return of_keys[j, i - j + 130] + (of_rows[i, j // 64] + s) - of_rows[i, j % 5]
+
+    x = tensors(queries=queries, keys=keys, head_dim=head_dim)
+    for steps in ([first], [second], [third], [third, first], [second, first], [first] * 3):
+
+        def score(s: Tensor, b: Any, h: Any, i: Tensor, j: Tensor, steps: Any = steps) -> Tensor:
+            for step in steps:
+                s = step(s, i, j)
+            return s
+
+        def again(s: Tensor, b: Any, h: Any, i: Tensor, j: Tensor, score: Any = score) -> Tensor:
+            s = score(s, b, h, i, j)
+            return torch.tanh(s) * 2 + s
+
+        for of_pair in (score, again):
+            case = Case(of_pair, None, learned)
+            found = results(torch_attn.flex_attention, x, case, return_lse=True, scale=0.5)
+            expected = results(reference.flex_attention, x, case, scale=0.5)
+            assert largest_difference(found, expected) < 1e-12
+
+
 BUCKETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clamped": lambda i, j: (i - j).clamp(-20, 19) + 20,
     "reversed": lambda i, j: (j - i).clamp(-20, 19) + 20,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torch_attn
 from tests._programs import evaluate
 from torch_attn import reference
-from torch_attn._programs import Program, trace
+from torch_attn._programs import Program, remembered, trace
 
 # All different, so that a wrong axis or direction cannot go unseen.
 B, H, L, S = SHAPE = 2, 3, 5, 8
@@ -658,3 +658,54 @@ def test_what_the_text_says_of_types_constants_and_order() -> None:
 return %12
 """
     )
+
+
+def test_what_cannot_change_is_traced_once() -> None:
+    """Operators and captured numbers alone. Anything else could return something else next time."""
+    sizes = {"batch": 1, "heads": 2, "queries": 5, "keys": 8, "device": "cpu"}
+
+    def program(score: Any, mask: Any = None, **more: Any) -> Program:
+        return remembered(score, mask, torch.float32, **sizes | more)
+
+    def near(width: float) -> Any:
+        return lambda b, h, i, j: (i - j < width) & (j - i <= 2)
+
+    def scaled(factor: Any) -> Any:
+        return lambda s, b, h, i, j: s * factor
+
+    assert program(None, near(3)) is program(None, near(3))
+    assert program(scaled(2), near(3)) is program(scaled(2), near(3))
+    others = [
+        program(None, near(4)), program(None, near(3.0)), program(None, near(3), keys=9),
+        program(scaled(2), near(3)), program(scaled(2.0), near(3)), program(scaled(True), near(3)),
+    ]  # fmt: skip
+    assert len({id(p) for p in [*others, program(None, near(3))]}) == 7
+    with torch.inference_mode():  # its tensors cannot be saved for a backward
+        inside = program(None, near(3)).arguments()
+    outside = program(None, near(3)).arguments()
+    assert inside["distance_numbers"].is_inference()
+    assert not outside["distance_numbers"].is_inference()
+    with torch.device("meta"):
+        assert program(None, near(3)) is not program(None, near(3))
+
+    calls, tensor, options = 0, torch.ones(8), {"width": 3}
+
+    def counts(b: Any, h: Any, i: Any, j: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return i >= j
+
+    def by_default(b: Any, h: Any, i: Any, j: Any, width: Any = tensor) -> Any:
+        return i >= j
+
+    for mask in (
+        counts,
+        by_default,
+        functools.partial(by_default),
+        lambda b, h, i, j: j < tensor[j],
+        lambda b, h, i, j: i - j < options["width"],
+        lambda b, h, i, j: torch.logical_not(i < j),
+        lambda b, h, i, j: (lambda: i >= j)(),
+    ):
+        assert program(None, mask) is not program(None, mask)
+    assert calls == 2

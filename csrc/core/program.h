@@ -129,8 +129,8 @@ struct List {
   int lookups;
   bool reads_pairs;    // pair_term or pair_tangent
   bool reads_product;  // or the value that `keeping` stored
-  // The number of steps of pairs, from the first one on, that products may do. The first of these steps reads the product,
-  // and each further one the result of the step before. Nothing else reads them. Each step computes x + z, x - z,
+  // How many of the steps after the uniform ones products may do. The first of them reads the product, and each further
+  // step reads the result of the step before. No other step reads these values. Each step computes x + z, x - z,
   // x * y + z or x * y - z, where y is uniform, or adds x * y to a lookup.
   int in_product;
 };
@@ -150,8 +150,8 @@ struct Table {
   Terms numbers, tangent;  // null data: there is none
   int64_t size = 0;
   TableOf of = TableOf::all;
-  // If kernels keep the numbers of a tile of queries transposed, [size, kScoreTile], where they begin among those of all
-  // tables; else -1. A vector then holds the numbers of neighbouring queries.
+  // Kernels may keep the numbers of a tile of queries transposed, [size, kScoreTile], so that a vector holds the
+  // numbers of neighbouring queries. If so, this is where they begin among those of all such tables, else -1.
   int64_t in_tile = -1;
 };
 constexpr int kMostTables = 4;

@@ -199,7 +199,8 @@ void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
   // The numbers that a pass keeps for its rows (Q, Q^T, dO, dO^T, dQ, tables) should stay in the L2 cache.
   const int64_t in_tables = p.program ? 2 * p.program->size_in_tile / kRowTile : 0;
-  const int64_t bytes_per_row = (3 * p.head_dim + 2 * p.value_dim + 2 + in_tables) * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes_per_row =
+      (3 * p.head_dim + 2 * p.value_dim + 2 + in_tables) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
   p.rows_per_pass = std::min(rows, round_up(std::max<int64_t>(p.rows(), 1), kRowTile));
   // The cut into chunks sets the order in which gradients are summed, so it depends on the size of one entry alone. If

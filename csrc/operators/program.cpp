@@ -392,9 +392,9 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     for (int n = 0; n < g.size(); ++n) {
       const Value& v = values[n];
       if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
-      if (before != kNone) {
-        list.in_product += !uniform && fits_product(n, before);
-        if (!uniform) before = list.steps.size() + 1 == static_cast<size_t>(list.in_product + list.uniform_slots) ? n : kNone;
+      if (!uniform && before != kNone) {
+        before = fits_product(n, before) ? n : kNone;
+        list.in_product += before != kNone;
       }
       Step step{v.op, 0, {}};
       if (v.op == Op::lookup || v.op == Op::lookup_tangent) {

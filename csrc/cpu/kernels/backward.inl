@@ -57,10 +57,10 @@ struct Backward {
     // for kSecond
     T* tangent_query_t;
     T* tangent_query;
-    T *shift, *shifted_sum;  // [kRowTile]: c is the sum of both, see tangent.inl
-    T* tangent_delta;        // [kRowTile]
-    T* grad_slopes;          // [kRowTile]
-    T* grad_row_terms;       // [columns][kRowTile]
+    T *shift, *shifted_sum;   // [kRowTile]: c is the sum of both, see tangent.inl
+    T* tangent_delta;         // [kRowTile]
+    T* grad_slopes;           // [kRowTile]
+    T* grad_row_terms;        // [columns][kRowTile]
     T *tables, *grad_tables;  // see RowTile
     // for kRoundsScores
     T* score_query_t;  // [slots of E][kRowTile]

@@ -45,7 +45,8 @@ struct Forward {
   };
   struct Buffers {
     RowState* states;
-    T *query_t, *output_t, *reference, *sum, *largest, *tables;  // shared by all states: see columns()
+    T *query_t, *output_t, *reference, *sum, *largest;  // shared by all states: see columns()
+    T* tables;                                          // likewise: see RowTile
     T* key;                                             // [kKeyTile][slots of E]
     T* value;                                           // [slots of kKeyTile][Ev]
     T* x;                                               // [kKeyTile][kRowTile]: scores
@@ -315,8 +316,7 @@ struct Forward {
           state.largest = p.max_score ? b.columns(b.largest, 1, state) : nullptr;
           for (int64_t i = 0; i < kRows && state.largest; ++i) state.largest[i] = -kInfinity<T>;
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-          if (p.program)
-            load_tables<T>(p, state.rows, b.columns(b.tables, p.program->size_in_tile / kRowTile, state));
+          if (p.program) load_tables<T>(p, state.rows, b.columns(b.tables, p.program->size_in_tile / kRowTile, state));
         },
         kRows);
     const Results<T> to(p, own.split, columns(p));

@@ -55,8 +55,8 @@ ATTN_INLINE Vec<T> load_as(const Int8* p) {
   return __builtin_convertvector(widened(bytes), Vec<T>);
 }
 // Returns the Float8 in the high byte of each word, divided by kFloat8. Copies its exponent and mantissa bits into a
-// half. The half, normal or subnormal, is the Float8 divided by kFloat8 = 2^8, because the exponent bias is 7 in a Float8
-// and 15 in a half. To make up for this factor, read_scales() multiplies scales by kFloat8.
+// half. The half, normal or subnormal, is the Float8 divided by kFloat8 = 2^8, because the exponent bias is 7 in a
+// Float8 and 15 in a half. To make up for this factor, read_scales() multiplies scales by kFloat8.
 constexpr float kFloat8 = 0x1p8f;
 template <class T>
 ATTN_INLINE Vec<T> float8_to_float(Shorts<T> words) {

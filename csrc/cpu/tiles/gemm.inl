@@ -90,7 +90,8 @@ struct Gemm {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
           if (accumulate) sum[m][n] += load<T>(before + n * kLanes<T>);
-          const Vec<T> found = bit_cast<Vec<T>>(load<UInt<T>>(reinterpret_cast<const UInt<T>*>(added + n * next)) ^ sign);
+          const Vec<T> found =
+              bit_cast<Vec<T>>(load<UInt<T>>(reinterpret_cast<const UInt<T>*>(added + n * next)) ^ sign);
           sum[m][n] = sum[m][n] * factor + found;
         }
         added += values.step;
@@ -114,7 +115,8 @@ struct Gemm {
   // Calls tile() for `rows` rows. This number is 1 to M, and known only at run time.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc, bool accumulate, const Addends<T>* addends, int64_t first, int64_t lane) {
+                                  int64_t ldc, bool accumulate, const Addends<T>* addends, int64_t first,
+                                  int64_t lane) {
     if (rows == M) {
       tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate, addends, first, lane);
     } else if constexpr (M > 1) {
@@ -147,8 +149,7 @@ struct Gemm {
     constexpr int W = kLanes<T>;
     if (K == 0) {
       for (int64_t m = 0; m < M && !accumulate; ++m)
-        for (int64_t n = 0; n < N; n += W)
-          store<T>(c + m * ldc + n, Vec<T>{});
+        for (int64_t n = 0; n < N; n += W) store<T>(c + m * ldc + n, Vec<T>{});
       return;
     }
     int64_t n = 0;
@@ -210,8 +211,8 @@ class RowsAhead {
   int64_t lines_ = 0;  // prefetched after each tile
 };
 
-// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile. Tiles of
-// the processor take no addends, nor do products without slots.
+// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile. There
+// may be addends only if there are slots, and if the format does not use the tiles of the processor.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
               Between& between = kNothingBetween, const Addends<T>& addends = {}) {

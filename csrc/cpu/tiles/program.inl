@@ -75,8 +75,9 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Returns what the products of the tile can do of the list, which are its first steps. The caller then must let them do
-  // so, because run() leaves out these steps. It finds their result in the tile of products, and may overwrite it.
+  // Returns the first steps of the list, as far as the products of the tile can do them. The caller must let the
+  // products do these steps, because run() leaves them out. run() finds their result in the tile of products, and may
+  // overwrite it.
   Addends<T> addends(T* products) {
     Addends<T> found;
     for (int i = 0; i < list_.in_product && found.count < Addends<T>::kMost; ++i, ++found.count) {
@@ -218,7 +219,7 @@ class Evaluation {
       return Values<T>{to, 0, 0};
     };
     const auto of_rows = [&](auto number, const T* in_place = nullptr) {
-      // Lookup::step() also reads the number after the tile.
+      // Indices and Lookup::step() also read the number after the tile.
       if (in_place && rows.first + kRowTile < p.program->queries) return Values<T>{in_place + rows.first, 0, -1};
       for (int64_t i = 0; i < kRowTile; ++i) to[i] = i < rows.size() ? number(rows.first + i) : T{};
       return Values<T>{to, 0, -1};
@@ -239,7 +240,7 @@ class Evaluation {
     const auto of_distances = [&](auto number, const T* in_place) {
       const int64_t first = rows.first - keys.first - (kKeyTile - 1) + p.program->keys - 1;
       const int64_t last = p.program->queries + p.program->keys - 1;
-      if (in_place && first >= 0 && first + 2 * kRowTile <= last)
+      if (in_place && first >= 0 && first + 2 * kRowTile < last)  // Indices also reads the number after the tile
         return Values<T>{in_place + first + kKeyTile - 1, -1, -1};
       fill_zero(to, 2 * kRowTile);
       for (int64_t i = larger(0, -first); i < smaller(2 * kRowTile, last - first); ++i) to[i] = number(first + i);

@@ -231,8 +231,8 @@ void scores_of_program(const Problem& p, const ScoreTile<T>& tile, bool takes_ad
   evaluate<T>(list, pairs, tile.keys.size(), x, keeps ? kept : nullptr);
 }
 
-// Turns products into scores by the cap or ALiBi. With a cap, also writes what derivatives read to `kept`, unless `kept`
-// is null: the tanh (SoftCap).
+// Turns products into scores by the cap or ALiBi. With a cap, also writes the tanh (SoftCap) to `kept`, unless `kept`
+// is null.
 template <class T>
 void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();

@@ -51,7 +51,8 @@ struct Indices {
     }
     if (found.are_same) return found;
     const Vec<UInt<T>> step = splat<UInt<T>>(bit_cast<UInt<T>>(first[1]) - one[0]);
-    if (count > 1 && (step[0] == 1 || step[0] == ~UInt<T>{})) found.step = static_cast<int>(static_cast<Int<T>>(step[0]));
+    if (count > 1 && (step[0] == 1 || step[0] == ~UInt<T>{}))
+      found.step = static_cast<int>(static_cast<Int<T>>(step[0]));
     for (int64_t n = 0; n < count - 1 && found.step != 0; n += W) {
       const auto counts = lane_numbers<T>() < static_cast<Int<T>>(count - 1 - n);
       if (any((bits<T>(load<T>(first + n + 1)) - bits<T>(load<T>(first + n)) != step) & counts)) found.step = 0;
@@ -142,8 +143,8 @@ struct Lookup {
   }
 };
 
-// Calls f(the numbers of a tile's rows, their place in a tile, size) for each table with Table::in_tile. `of_table` returns
-// the terms of a table, or their gradients.
+// Calls f(block, place, size) for each table with Table::in_tile. `block` has the numbers of these rows, and `place` is
+// where they begin in a tile. of_table(t) returns the terms of table t, or their gradients.
 template <class T, class F>
 ATTN_INLINE void each_table_in_tile(const Problem& p, const RowTile& rows, auto of_table, F f) {
   for (int t = 0; t < kMostTables && p.program; ++t) {
