@@ -660,6 +660,16 @@ return %12
     )
 
 
+def test_pairs_that_the_result_does_not_need_are_left_out() -> None:
+    pairs = learned(L, S)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        _ = s * pairs[i, j]
+        return s + 1
+
+    assert trace(score, None, batch=B, heads=H, queries=L, keys=S).pairs is None
+
+
 def test_what_cannot_change_is_traced_once() -> None:
     """Operators and captured numbers alone. Anything else could return something else next time."""
     sizes = {"batch": 1, "heads": 2, "queries": 5, "keys": 8, "device": "cpu"}

@@ -139,7 +139,7 @@ def trace(
         tracer.fail(f"{len(tables)} tables have an index of the pair; at most {len(_TABLES)}")
     leaves = {name: _stack(tracer, name, of) for name, of in columns.items()}
     leaves |= dict(zip(_TABLES, tables, strict=False))
-    if tracer.pairs is not None:
+    if tracer.pairs is not None and " f pair\n" in texts[0]:  # else the result does not need it
         leaves["pairs"] = tracer.pairs
     score_text = texts[0] if score_mod is not None else None
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)

@@ -310,7 +310,7 @@ struct Result {
 };
 // Returns the operations that `results` need, in order. A slot is reused when no later operation reads its value.
 OwnList list_of(Graph& g, const std::vector<Result>& results) {
-  const int one = g.number(1), nothing = g.number(-0.0);
+  const int one = g.number(1), nothing = g.number(-0.0), product = g.leaf('f', {Leaf::product});
   std::vector<Value> values;
   for (int n = 0; n < g.size(); ++n) {
     values.push_back(g[n]);
@@ -380,7 +380,7 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     const auto is_further = [&](const Result& r) { return &r != &results[0] && r.value == n; };
     return (multiplies || v.op == Op::add || v.op == Op::sub) && std::ranges::none_of(results, is_further);
   };
-  int before = g.leaf('f', {Leaf::product});
+  int before = product;
   std::vector<int16_t> place(g.size());
   std::vector<int16_t> free;
   for (int n = 0; n < g.size(); ++n)
@@ -393,8 +393,10 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
       const Value& v = values[n];
       if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
       if (!uniform && before != kNone) {
-        before = fits_product(n, before) ? n : kNone;
-        list.in_product += before != kNone;
+        const bool fits = list.in_product < kMostInProduct && fits_product(n, before);
+        ++uses[before];  // so that its slot is never free: see Evaluation::slot()
+        before = fits ? n : kNone;
+        list.in_product += fits;
       }
       Step step{v.op, 0, {}};
       if (v.op == Op::lookup || v.op == Op::lookup_tangent) {

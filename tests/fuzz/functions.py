@@ -132,6 +132,34 @@ class Functions:
         ]
         return self.choose(leaves, operations, depth)
 
+    def sums(self) -> Term:
+        """The score and terms, one after the other, as most functions of models begin."""
+        steps: list[Callable[[Tensor, Tensor], Tensor]] = [
+            lambda x, y: x + y,
+            lambda x, y: x - y,
+            lambda x, y: y + x * 0.75,
+            lambda x, y: x * 1.5 - y,
+        ]
+        drawn = [(self.rng.choice(steps), self.number(0)) for _ in range(self.rng.randrange(1, 7))]
+
+        def total(e: Any) -> Tensor:
+            x = e.s
+            for step, term in drawn:
+                x = step(x, term(e))
+            return x
+
+        return total
+
+    def score(self, depth: int) -> Term:
+        x, y = self.number(depth), self.sums()
+        whole: list[Term] = [
+            lambda e: x(e) + 0.5 * e.s,
+            y,
+            lambda e: 3 * torch.tanh(y(e) / 3),
+            lambda e: x(SimpleNamespace(**vars(e) | {"s": y(e)})),
+        ]
+        return self.rng.choice(whole)
+
 
 def check(seed: int, index: int, capabilities: list[str]) -> str | None:
     """All derivatives of a problem on one of the instruction sets; what is wrong."""
@@ -164,10 +192,10 @@ def compare(rng: random.Random) -> None:
     def output_of(attention: Callable[..., Any], tensors: list[Tensor]) -> Tensor:
         rng.setstate(state)
         draw = Functions(rng, tensors[3:], numbers)
-        f, m = draw.number(rng.randrange(1, 4)), draw.truth(rng.randrange(1, 4))
+        f, m = draw.score(rng.randrange(1, 4)), draw.truth(rng.randrange(1, 4))
 
         def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return f(SimpleNamespace(s=s, b=b, h=h, i=i, j=j)) + 0.5 * s
+            return f(SimpleNamespace(s=s, b=b, h=h, i=i, j=j))
 
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return m(SimpleNamespace(b=b, h=h, i=i, j=j))

@@ -9,6 +9,7 @@
 // error of long sums low.
 #pragma once
 
+#include "core/program.h"
 #include "cpu/tiles/formats.inl"
 
 namespace attn::ATTN_ISA {
@@ -32,8 +33,7 @@ struct Addends {
     T factor;
     bool is_negative;
   };
-  static constexpr int kMost = 4;
-  Addend list[kMost];
+  Addend list[kMostInProduct];
   int count;
 
   Addends() : count(0) {}  // leaves `list` as it is

@@ -76,19 +76,18 @@ class Evaluation {
   }
 
   // Returns the first steps of the list, as far as the products of the tile can do them. The caller must let the
-  // products do these steps, because run() leaves them out. run() finds their result in the tile of products, and may
-  // overwrite it.
+  // products do these steps, because run() leaves them out. run() finds their result in the tile of products.
   Addends<T> addends(T* products) {
     Addends<T> found;
-    for (int i = 0; i < list_.in_product && found.count < Addends<T>::kMost; ++i, ++found.count) {
-      const Step& step = list_.steps[list_.uniform_slots + i];
+    for (; found.count < list_.in_product; ++found.count) {
+      const Step& step = list_.steps[list_.uniform_slots + found.count];
       const bool looks_up = step.op == Op::lookup, multiplies = step.op != Op::add && step.op != Op::sub;
       const Values<T> z = looks_up ? lookups_[step.lookup] : at(step.from[multiplies ? 2 : 1]);
       if (!z.data) break;
       const T factor = multiplies ? *at(step.from[looks_up ? 2 : 1]).data : T{1};
       found.list[found.count] = {z, factor, step.op == Op::fms || step.op == Op::sub};
     }
-    if (found.count > 0) products_ = products;
+    products_ = products;
     done_ = found.count;
     return found;
   }
