@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 # Tests of other files, and the tests in them that take too long in software.
-NAMES = "forward backward nan hidden_tiles dropout precision weights stats stats_hidden"
+NAMES = "forward backward flex nan hidden_tiles dropout precision weights stats stats_hidden"
 TESTS = [f"tests/test_{name}.py" for name in NAMES.split()]
 LEFT_OUT = ["keys_that_no_row_sees", "surroundings_are_not_read"]
 

@@ -1,5 +1,6 @@
 """flex_attention: functions of the pair run inside the kernels, with every derivative."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -201,6 +202,20 @@ def test_torch_func() -> None:
     assert torch.allclose(hessian, hessian.T)
 
 
+def test_tables_that_entries_or_heads_share_are_expanded() -> None:
+    """By vmap, or by the caller: strides of 0 that do not say what the gradient is summed over."""
+    x, base = [t.detach() for t in tensors()], torch.randn(1, L, 3, dtype=torch.float64)
+
+    def output(base: Tensor, attention: Callable[..., Any] = torch_attn.flex_attention) -> Tensor:
+        table = base.expand(H, -1, -1)
+        found = attention(*x, lambda s, b, h, i, j: s + table[h, i, j // 4], None)
+        return (found[0] if isinstance(found, tuple) else found).square().sum((1, 2, 3))
+
+    expected = torch.func.jacrev(functools.partial(output, attention=reference.flex_attention))
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(jacobian(output)(base), expected(base))
+
+
 @pytest.mark.usefixtures("cpu_capability")
 def test_same_bits_with_any_number_of_threads() -> None:
     """Also with tables above the size where PyTorch's own indexing adds by atomics."""
@@ -325,6 +340,34 @@ def test_products_go_on_with_the_list(head_dim: int) -> None:
             found = results(torch_attn.flex_attention, x, case, return_lse=True, scale=0.5)
             expected = results(reference.flex_attention, x, case, scale=0.5)
             assert largest_difference(found, expected) < 1e-12
+
+
+@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.parametrize("at_end", [False, True])
+def test_leaves_are_read_inside(at_end: bool) -> None:
+    """A tile reads its terms and indices in place, or a copy if a vector would end outside."""
+    for keys in (50, 51, 63, 64, 65, 130):
+        shape = (1, 1, 200, keys)
+        x = [t.detach() for t in tensors(batch=1, heads=1, key_heads=1, queries=200, keys=keys)]
+        row, key, distance, table = (torch.randn(n) for n in (200, keys, 200 + keys, (200, 601)))
+
+        def terms(s: Tensor, b: Any, h: Any, i: Tensor, j: Tensor) -> Tensor:
+            return s + row[i] + key[j] + distance[i - j + keys]  # noqa: B023
+
+        def clamped(s: Tensor, b: Any, h: Any, i: Tensor, j: Tensor, most: int = 300) -> Tensor:
+            at = (i - j).clamp(-most, most) + most
+            return s + table[i, at] + table[i // 2, j % 90]  # noqa: B023
+
+        for function in (terms, clamped, functools.partial(clamped, most=30)):
+            program = torch_attn.score_program(function, shape=shape).arguments()
+            guarded = {
+                n: GuardedMemory(t.nbytes, at_end).tensor(t)
+                for n, t in program.items()
+                if n.endswith(("_terms", "_numbers"))
+            }
+            q, k, v = (t.float() for t in x)
+            found = torch.ops.attn.flex_attention(q, k, v, **program | guarded)[0]
+            assert torch.equal(found, torch.ops.attn.flex_attention(q, k, v, **program)[0])
 
 
 BUCKETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -585,6 +628,14 @@ def test_compile_and_export(tmp_path: Path) -> None:
         gradients.append(module.table.grad.clone())
     assert torch.equal(*gradients)
     assert gradients[0].any()
+
+    def with_functions_inside(*x: Tensor, factor: float = 2.5) -> Any:
+        return torch_attn.flex_attention(
+            *x, lambda s, b, h, i, j: s * factor, lambda b, h, i, j: i >= j
+        )
+
+    compiled = torch.compile(with_functions_inside, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*x), with_functions_inside(*x))
     with torch.no_grad():
         program = torch.export.export(module, tuple(x))
         assert torch.equal(program.module()(*x), module(*x))

@@ -708,9 +708,13 @@ def test_what_cannot_change_is_traced_once() -> None:
     def by_default(b: Any, h: Any, i: Any, j: Any, width: Any = tensor) -> Any:
         return i >= j
 
+    def empty_cell(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j if i is not None else later
+
     for mask in (
         counts,
         by_default,
+        empty_cell,
         functools.partial(by_default),
         lambda b, h, i, j: j < tensor[j],
         lambda b, h, i, j: i - j < options["width"],
@@ -719,3 +723,8 @@ def test_what_cannot_change_is_traced_once() -> None:
     ):
         assert program(None, mask) is not program(None, mask)
     assert calls == 2
+    later = 0  # only now
+    assert program(None, empty_cell) is program(None, empty_cell)
+    with torch._C.DisableTorchFunction():  # in which nothing sees what the function calls
+        inside = program(None, lambda b, h, i, j: 2 * i >= j)
+    assert program(None, lambda b, h, i, j: 2 * i >= j) is not inside

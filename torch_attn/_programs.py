@@ -68,8 +68,7 @@ class Program:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of ``torch.ops.attn.flex_attention`` that are not None, by name."""
-        found = self.__dict__
-        return {name: x for part, name in _ARGUMENTS if (x := found[part]) is not None}
+        return {name: x for part, name in _ARGUMENTS if (x := getattr(self, part)) is not None}
 
     def __str__(self) -> str:
         parts = [f"{n}: {text}" for n in ("score", "mask") if (text := getattr(self, n))]
@@ -153,8 +152,9 @@ def remembered(
     score_mod: ScoreMod | None, mask_mod: MaskMod | None, dtype: torch.dtype, **more: Any
 ) -> Program:
     """Does what `trace` does, but only once for functions that cannot change, as `i >= j`."""
-    fixed = _fixed(score_mod), _fixed(mask_mod)
-    if None in fixed or _records():
+    # First, because torch.compile cannot trace _fixed().
+    fixed = (None,) if _records() else (_fixed(score_mod), _fixed(mask_mod))
+    if None in fixed:
         return trace(score_mod, mask_mod, dtype=dtype, **more)
     inference = torch.is_inference_mode_enabled()
     key = *fixed, dtype, *more.values(), torch.get_default_dtype(), inference
@@ -171,23 +171,27 @@ def remembered(
 def _fixed(function: Callable[..., Any] | None) -> Any:
     """Returns all that a function's results depend on besides its arguments, or None.
 
-    None means that the results may depend on more. They do not if the function captures numbers
-    alone, and uses operators, but no names.
+    None means that the results may depend on more, for example on a global or on a tensor. They do
+    not if the function captures numbers alone, and uses operators, but no names.
     """
     if function is None:
         return ()
     if type(function) is not FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None
     code = function.__code__
+    # Every second byte is an operation. Each call must assign to a captured name (STORE_DEREF).
     if code.co_names or dis.opmap["STORE_DEREF"] in code.co_code[::2]:
         return None
-    captured = [cell.cell_contents for cell in function.__closure__ or ()]
+    try:
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a name that is not assigned yet
+        return None
     numbers = bool, int, float
     if any(type(x) not in numbers for x in captured):
         return None
     if any(type(x) not in (*numbers, str, type(None)) for x in code.co_consts):
         return None
-    return code, tuple(map(repr, captured))
+    return code, tuple(map(repr, captured))  # repr tells 1, 1.0 and True apart, and 0.0 and -0.0
 
 
 def _records() -> bool:
@@ -195,6 +199,7 @@ def _records() -> bool:
     C = torch._C
     return bool(
         torch.compiler.is_compiling()
+        or not C._is_torch_function_enabled()
         or C._get_tracing_state()
         or C._len_torch_dispatch_stack()
         or C._len_torch_function_stack()

@@ -39,11 +39,10 @@ def flex_attention(
     that function on a CPU, where PyTorch's function lacks the derivatives of query, key and value.
     Nothing is compiled. Each call runs `score_mod` and the mask_mod once. A function that uses
     nothing but operators and captured numbers, such as ``i >= j``, may run less often, because its
-    list of operations is remembered. Some parts of these
-    functions depend on both the query and the key. The kernels evaluate such parts inside their
-    tiles. The score of a pair is ``score_mod(z, b, h, q_idx, kv_idx)``, where
-    ``z = scale <query, key>``. A query does not see a key where ``mask_mod(b, h, q_idx, kv_idx)``
-    is False.
+    operations are remembered. Some parts of these functions depend on both the query and the key.
+    The kernels evaluate such parts inside their tiles. The score of a pair is
+    ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does not see a
+    key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 
     Args:
         query: ``[B, Hq, L, E]``; float64, float32, bfloat16 or float16.

@@ -153,7 +153,7 @@ struct Table {
   TableOf of = TableOf::all;
   // Kernels may keep the numbers of a tile of queries transposed, [size, kScoreTile], so that a vector holds the
   // numbers of neighbouring queries. If so, this is where they begin among those of all such tables, else -1.
-  int64_t in_tile = -1;
+  int64_t transposed_at = -1;
 };
 constexpr int kMostTables = 4;
 
@@ -183,7 +183,7 @@ struct PairProgram {
   int columns[kTermKinds] = {};
   Terms terms[kTermKinds];
   Table tables[kMostTables];
-  int64_t size_in_tile = 0;  // of all tables with Table::in_tile
+  int64_t size_transposed = 0;  // of all tables with Table::transposed_at
   // Three numbers that describe the first pair whose index is outside of its table: i * S + j, the index and the size
   // of the table. The first number is -1 if there is no such pair.
   int64_t* wrong = nullptr;
@@ -197,6 +197,8 @@ struct PairProgram {
   const List* tangent = nullptr;           // the derivative of the score along t
   const List* tangent_gradient = nullptr;  // the derivatives along t of the results of `gradient`, in their order
 };
+
+ATTN_INLINE int64_t size_transposed(const Problem& p) { return p.program ? p.program->size_transposed : 0; }
 
 // The pairs that a mask_mod shows, in tiles of kScoreTile queries and kScoreTile keys. For each tile, `tiles` holds
 // kNoPair, kAllPairs or the tile's index in `bits`. Word j of a tile in `bits` belongs to key j, and has a bit for each

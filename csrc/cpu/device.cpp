@@ -198,7 +198,7 @@ void run_forward(ForwardParams& call, const Tensor& query) {
 void plan(BackwardParams& p, double share) {
   p.span = std::lcm(p.heads / p.key_heads, p.heads / p.value_heads);
   // The numbers that a pass keeps for its rows (Q, Q^T, dO, dO^T, dQ, tables) should stay in the L2 cache.
-  const int64_t in_tables = p.program ? 2 * p.program->size_in_tile / kRowTile : 0;
+  const int64_t in_tables = 2 * size_transposed(p) / kRowTile;
   const int64_t bytes_per_row =
       (3 * p.head_dim + 2 * p.value_dim + 2 + in_tables) * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::clamp<int64_t>((int64_t{512} << 10) / bytes_per_row / kRowTile, 1, 16) * kRowTile;
@@ -240,10 +240,10 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   const auto& first = *(*entries.begin()).params;
   int64_t size = 0;
   bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same numbers
-  for_each_table(call, [&](int, const Table& table, int64_t numbers) {
+  for_each_table(call, [&](int t, const Table& table, int64_t numbers) {
+    const Terms& grad = gradients_of_terms(call).tables[t];
     size += numbers;
-    are_owned &=
-        (table.numbers.entry != 0 || program.batch == 1) && (table.numbers.head != 0 || first.span == first.heads);
+    are_owned &= (grad.entry != 0 || program.batch == 1) && (grad.head != 0 || first.span == first.heads);
     meet |= table.of != TableOf::keys;
   });
   if (are_owned && !meet) return {};

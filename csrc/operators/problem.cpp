@@ -166,7 +166,7 @@ namespace {
 
 // Whether kernels should keep a table's numbers of a tile of queries transposed: if each query has a few numbers, and
 // the index of every lookup is a function of the key alone.
-bool suits_tiles(const Table& table, int number, const List& list) {
+bool suits_transposition(const Table& table, int number, const List& list) {
   constexpr int64_t kMostNumbers = 128;
   const auto is_other = [&](const Step& step) {
     if (step.op != Op::lookup || step.table != number) return false;
@@ -212,10 +212,11 @@ void ProblemBuilder::add_program(const Call& call) {
     table.size = numbers ? numbers->size(-1) : 0;
     for (const auto& compiled : {score_, mask_})
       if (compiled && compiled->tables[t] >= 0) table.of = static_cast<TableOf>(compiled->tables[t]);
-    if (!score_ || score_->tables[t] < 0 || !suits_tiles(table, t, score_->list)) continue;
-    table.in_tile = program_.size_in_tile;
-    constexpr int64_t kMostLanes = 16;  // of a vector; kernels read whole vectors
-    program_.size_in_tile += round_up(table.size, kMostLanes) * kScoreTile;
+    if (score_ && score_->tables[t] >= 0 && suits_transposition(table, t, score_->list)) {
+      constexpr int64_t kMostLanes = 16;  // of a vector; kernels read whole vectors
+      table.transposed_at = program_.size_transposed;
+      program_.size_transposed += round_up(table.size, kMostLanes) * kScoreTile;
+    }
   }
   program_.wrong = wrong_index_;
   if (score_) {
@@ -347,17 +348,21 @@ static at::Tensor zeroed(const at::Tensor& numbers) {
 }
 
 std::pair<at::Tensor, Terms> ProblemBuilder::gradient_of_table(const Table& table, const at::Tensor& grad) const {
-  const int64_t heads = table.numbers.head != 0 ? program_.heads : 1;
+  // The sizes of `grad` say what entries and heads share, not the strides of the table, which may be expanded.
+  at::Tensor shape = grad;
+  while (shape.dim() < 3) shape = shape.unsqueeze(0);
+  const auto leading = shape.sizes().slice(0, shape.dim() - 3);
+  const bool is_shared = std::ranges::all_of(leading, [](int64_t size) { return size == 1; });
+  const int64_t heads = shape.size(-3);
   const int64_t rows = table.of == TableOf::queries ? program_.queries : table.of == TableOf::keys ? program_.keys : 1;
   std::vector<int64_t> sizes(batch_size_.size(), 1);
-  if (table.numbers.entry != 0) std::ranges::copy(batch_size_, sizes.begin());
+  if (!is_shared) std::ranges::copy(batch_size_, sizes.begin());
   for (const int64_t size : {heads, rows, table.size}) sizes.push_back(size);
   const bool fits = grad.sizes() == sizes && grad.is_contiguous();
   const at::Tensor written = zeroed(fits ? grad : at::empty(sizes, compute_options(query_)));
   const int64_t of_head = rows * table.size;
   return {written,
-          {written.mutable_data_ptr(), table.numbers.entry != 0 ? heads * of_head : 0, heads > 1 ? of_head : 0,
-           table.size, 1}};
+          {written.mutable_data_ptr(), is_shared ? 0 : heads * of_head, heads > 1 ? of_head : 0, table.size, 1}};
 }
 
 void ProblemBuilder::add(Operand& operand, const at::Tensor& tensor, Axis axis) {

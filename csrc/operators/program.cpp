@@ -377,8 +377,7 @@ OwnList list_of(Graph& g, const std::vector<Result>& results) {
     if (looks_up && v.from[2] == before) std::swap(v.from[1], v.from[2]);
     const int x = looks_up ? 1 : 0;
     if (uses[before] != 1 || v.from[x] != before || (multiplies && !g.is_uniform(v.from[x + 1]))) return false;
-    const auto is_further = [&](const Result& r) { return &r != &results[0] && r.value == n; };
-    return (multiplies || v.op == Op::add || v.op == Op::sub) && std::ranges::none_of(results, is_further);
+    return multiplies || v.op == Op::add || v.op == Op::sub;
   };
   int before = product;
   std::vector<int16_t> place(g.size());

@@ -152,11 +152,16 @@ class Functions:
 
     def score(self, depth: int) -> Term:
         x, y = self.number(depth), self.sums()
+
+        def of_sums(e: Any) -> Tensor:
+            total = y(e)
+            return x(SimpleNamespace(**vars(e) | {"s": total})) + total
+
         whole: list[Term] = [
             lambda e: x(e) + 0.5 * e.s,
             y,
             lambda e: 3 * torch.tanh(y(e) / 3),
-            lambda e: x(SimpleNamespace(**vars(e) | {"s": y(e)})),
+            of_sums,
         ]
         return self.rng.choice(whole)
 

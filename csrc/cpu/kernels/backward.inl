@@ -76,7 +76,7 @@ struct Backward {
     T* dx;          // [kKeyTile][kRowTile]: dP, then dS
     T* bias;
     T* factor;
-    T* kept;            // as x, for a soft cap or a score_mod: see add_score_terms()
+    T* kept;            // as x, for a soft cap or a score_mod: see scores()
     T* tz;              // as kept, for kSecond: see tangent_scores()
     T* grad_key;        // [keys of a task][E]
     T* grad_value;      // [keys of a task][Ev]
@@ -131,8 +131,8 @@ struct Backward {
         state.grad_logsumexp = arena.take<T>(kRowTile);
         state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
         state.grad_row_terms = arena.take<T>(gradients_of_terms(p).rows ? columns_of(p, Leaf::row_term) * kRowTile : 0);
-        state.tables = arena.take<T>(size_in_tile(p));
-        state.grad_tables = arena.take<T>(size_in_tile(p));
+        state.tables = arena.take<T>(size_transposed(p));
+        state.grad_tables = arena.take<T>(size_transposed(p));
         state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
         state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
         state.shift = arena.take<T>(kSecond ? kRowTile : 0);
@@ -148,11 +148,9 @@ struct Backward {
     T* of_mask(const Params& p) const { return p.program ? pair_terms : ds(); }
   };
 
-  static int64_t size_in_tile(const Params& p) { return p.program ? p.program->size_in_tile : 0; }
-
   static void load_rows(const Params& p, const Buffers& b, RowState& state) {
     load_tables<T>(p, state.rows, state.tables);
-    if (gradients_of_terms(p).has_tables && size_in_tile(p) > 0) state.rows.grad_tables = state.grad_tables;
+    if (gradients_of_terms(p).has_tables && size_transposed(p) > 0) state.rows.grad_tables = state.grad_tables;
     const RowTile& rows = state.rows;
     const auto finite_rows = [&](const Operand& x, T* tile) {
       rows.template pack_lanes<F>(p, x, p.head_dim, tile, b.ld_key);
@@ -515,7 +513,7 @@ struct Backward {
         if (p.grad_query.data) fill_zero(state.grad_query_t, p.head_dim * kRowTile);
         if (p.grad_slopes) fill_zero(state.grad_slopes, kRowTile);
         if (gradients_of_terms(p).rows) fill_zero(state.grad_row_terms, columns_of(p, Leaf::row_term) * kRowTile);
-        if (state.rows.grad_tables) fill_zero(state.grad_tables, size_in_tile(p));
+        if (state.rows.grad_tables) fill_zero(state.grad_tables, size_transposed(p));
       }
       const Range keys = common(own.keys, {chunk * p.keys_per_chunk, (chunk + 1) * p.keys_per_chunk});
       const RowTask part(own.n, own.first_head, own.rows, keys);

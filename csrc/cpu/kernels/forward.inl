@@ -87,7 +87,7 @@ struct Forward {
       reference = arena.take<T>(blocks * kRowTile);
       sum = arena.take<T>(blocks * kRowTile);
       largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
-      tables = arena.take<T>(p.program ? blocks * p.program->size_in_tile : 0);
+      tables = arena.take<T>(blocks * size_transposed(p));
       size = arena.used();
     }
     // All states share one array of blocks [depth][kRowTile]. Returns the columns of one state in this array. If a tile
@@ -316,7 +316,7 @@ struct Forward {
           state.largest = p.max_score ? b.columns(b.largest, 1, state) : nullptr;
           for (int64_t i = 0; i < kRows && state.largest; ++i) state.largest[i] = -kInfinity<T>;
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-          if (p.program) load_tables<T>(p, state.rows, b.columns(b.tables, p.program->size_in_tile / kRowTile, state));
+          load_tables<T>(p, state.rows, b.columns(b.tables, size_transposed(p) / kRowTile, state));
         },
         kRows);
     const Results<T> to(p, own.split, columns(p));

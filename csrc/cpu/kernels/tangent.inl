@@ -44,7 +44,7 @@ struct Tangent {
     T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
     T *x, *tx;                                     // [kKeyTile][kRowTile]
     T *bias, *factor;
-    T* kept;  // for a soft cap or a score_mod, as x: see add_score_terms()
+    T* kept;  // for a soft cap or a score_mod, as x: see scores()
     int64_t ld_key, ld_value, ld_score_key;
     int64_t size;
 

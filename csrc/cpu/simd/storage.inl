@@ -62,7 +62,8 @@ template <class T>
 ATTN_INLINE Vec<T> float8_to_float(Shorts<T> words) {
   using Signed = typename VectorOf<int16_t, kLanes<T>>::type;
   // The shift by 1 moves 7 bits to their places and keeps the sign in its place. It also copies the sign to bit 14,
-  // which 0xbf80 clears. In a NaN, these 7 bits are 1. Then the sum has bit 14 set, and so has the exponent of a NaN.
+  // which 0xbf80 clears. A Float8 is a NaN if all 7 bits are 1. Only then does adding 0x80 carry into bit 14, which
+  // makes the half a NaN, too.
   const Shorts<T> half = bit_cast<Shorts<T>>(bit_cast<Signed>(words) >> 1) & static_cast<uint16_t>(0xbf80);
   return half_to_float(half | ((half + static_cast<uint16_t>(0x80)) & static_cast<uint16_t>(0x4000)));
 }

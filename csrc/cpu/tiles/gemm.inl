@@ -14,16 +14,6 @@
 
 namespace attn::ATTN_ISA {
 
-// Numbers of the pairs of a tile. Number (j, lane) is at data[j * step + (lane & lanes)].
-template <class T>
-struct Values {
-  const T* data;
-  int64_t step;
-  int64_t lanes;  // all bits, or 0 if all lanes are the same
-
-  Values from(int64_t j, int64_t lane) const { return {data + j * step + (lane & lanes), step, lanes}; }
-};
-
 // What a product does with its sums at the end. One addend after the other turns each sum x, of row j and column
 // `lane`, into factor * x + values(j, lane), or into factor * x - values(j, lane) if `is_negative`.
 template <class T>
@@ -80,23 +70,28 @@ struct Gemm {
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
-    for (int i = 0; addends && i < addends->count; ++i, accumulate = false) {
+    if (addends && accumulate) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[m][n] += load<T>(c + m * ldc + n * kLanes<T>);
+      accumulate = false;
+    }
+    for (int i = 0; addends && i < addends->count; ++i) {
       const auto& [values, factor, is_negative] = addends->list[i];
       const Vec<UInt<T>> sign = bit_cast<Vec<UInt<T>>>(splat<T>(is_negative ? T{-0.0} : T{0}));
-      const T *added = values.from(first, lane).data, *before = c;
+      const T* added = values.from(first, lane).data;
       const int64_t next = values.lanes & kLanes<T>;
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) {
-          if (accumulate) sum[m][n] += load<T>(before + n * kLanes<T>);
           const Vec<T> found =
               bit_cast<Vec<T>>(load<UInt<T>>(reinterpret_cast<const UInt<T>*>(added + n * next)) ^ sign);
           sum[m][n] = sum[m][n] * factor + found;
         }
         added += values.step;
-        before += ldc;
-        asm("" : "+r"(added), "+r"(before));
+        asm("" : "+r"(added));  // as below
       }
     }
     T* row = c;

@@ -75,8 +75,8 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Returns the first steps of the list, as far as the products of the tile can do them. The caller must let the
-  // products do these steps, because run() leaves them out. run() finds their result in the tile of products.
+  // Returns the first steps of the list, as many as the products of the tile can do. After this call, run() leaves
+  // these steps out, and reads their result from `products`.
   Addends<T> addends(T* products) {
     Addends<T> found;
     for (; found.count < list_.in_product; ++found.count) {
@@ -130,32 +130,29 @@ class Evaluation {
   // looks up. `begin`: where a copy of the table's gradient begins.
   void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
     const Lookup<T> at = lookup(result.table, grad, result.index, grad_tables_);
-    T* const table = const_cast<T*>(at.table) + (at.is_tile() ? 0 : begin) + first_ * at.key;
+    if (at.is_transposed) {
+      const auto to = [&](int64_t key) { return const_cast<T*>(at.table) + at.index_at(key, 0) * kRowTile; };
+      if (at.indices->are_same && at.index_at(0, 0) < at.size) return add_rows<T>(x, count, lanes_, to(0));
+      for (int64_t j = 0; j < count; ++j)
+        for (int64_t i = 0; i < lanes_ && at.index_at(j, 0) < at.size; i += W)
+          store<T>(to(j) + i, load<T>(to(j) + i) + load<T>(x.data + j * x.step + i));
+      return;
+    }
+    T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
     const int64_t rows = rows_.size();
     if (at.indices && at.indices->are_same && at.index_at(0, 0) < at.size) {
-      T* const to = table + at.index_at(0, 0) * at.col;
+      T* const to = table + at.index_at(0, 0);
       if (at.key != 0) return add_lanes<T>(x, count, rows, to, at.key);
-      if (at.is_tile()) return add_rows<T>(x, count, lanes_, to);
       T sums[kRowTile] = {};
       add_rows<T>(x, count, lanes_, sums);
       for (int64_t i = 0; i < rows; ++i) to[i * at.row] += sums[i];
-      return;
-    }
-    if (at.is_tile() && at.indices && at.indices->of_keys) {
-      for (int64_t key = 0; key < count; ++key) {
-        const UInt<T> index = at.index_at(key, 0);
-        for (int64_t i = 0; i < lanes_ && index < at.size; i += W) {
-          T* const to = table + index * at.col + i;
-          store<T>(to, load<T>(to) + load<T>(x.data + key * x.step + i));
-        }
-      }
       return;
     }
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count; j += W) {
         const int64_t of_keys = smaller(W, count - j), of_rows = smaller(W, rows - i);
         // A lane without a row may hold a NaN.
-        const int step = of_keys == W && of_rows == W && !at.is_tile() ? at.step(j, i) : 0;
+        const int step = of_keys == W && of_rows == W ? at.step(j, i) : 0;
         if (step != 0 && at.key != 0) {
           for (int64_t k = j; k < j + W; ++k) {
             T* const to = table + k * at.key + smaller(at.index_at(k, i), at.index_at(k, i + W - 1));
@@ -175,7 +172,7 @@ class Evaluation {
           // waits for the previous one.
           const auto add = [&](int64_t key, int64_t row) __attribute__((always_inline)) {
             const UInt<T> index = at.index_at(key, row);
-            if (index < at.size) table[key * at.key + row * at.row + index * at.col] += x.data[key * x.step + row];
+            if (index < at.size) table[key * at.key + row * at.row + index] += x.data[key * x.step + row];
           };
           if (at.key != 0) {
             for (int64_t row = i; row < i + of_rows; ++row)
@@ -239,7 +236,8 @@ class Evaluation {
     const auto of_distances = [&](auto number, const T* in_place) {
       const int64_t first = rows.first - keys.first - (kKeyTile - 1) + p.program->keys - 1;
       const int64_t last = p.program->queries + p.program->keys - 1;
-      if (in_place && first >= 0 && first + 2 * kRowTile < last)  // Indices also reads the number after the tile
+      // Indices::of() reads whole vectors, and the number after them.
+      if (in_place && first >= 0 && first + 2 * kRowTile + W <= last)
         return Values<T>{in_place + first + kKeyTile - 1, -1, -1};
       fill_zero(to, 2 * kRowTile);
       for (int64_t i = larger(0, -first); i < smaller(2 * kRowTile, last - first); ++i) to[i] = number(first + i);
@@ -445,11 +443,10 @@ class Evaluation {
   Lookup<T> lookup(int number, const Terms& terms, int16_t index, const T* tiles) const {
     const Table& table = program_.tables[number];
     const T* data = static_cast<const T*>(terms.data);
-    Lookup<T> found = {data, 0, 0, 1, static_cast<UInt<T>>(table.size), at(index), nullptr, first_};
-    if (tiles && table.in_tile >= 0) {
-      found.table = tiles + table.in_tile;
-      found.row = 1;
-      found.col = kRowTile;
+    Lookup<T> found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), nullptr, first_, false};
+    if (tiles && table.transposed_at >= 0) {
+      found.table = tiles + table.transposed_at;
+      found.is_transposed = true;
     } else {
       if (table.of == TableOf::queries) found.row = terms.row;
       if (table.of == TableOf::keys) found.key = terms.row;
@@ -467,15 +464,24 @@ class Evaluation {
       store<T>(to + j * kRowTile + i, of(y) * of(z) + found);
     };
     const Lookup<T> at = lookup(step.table, terms, step.from[0], step.op == Op::lookup ? tables_ : nullptr);
+    if (at.is_transposed) {
+      for (int64_t j = 0; j < count; ++j) {
+        const UInt<T> index = at.index_at(j, 0);
+        const bool inside = index < at.size;
+        if (!inside) report(rows_.first, first_key_ + first_ + j, static_cast<Int<T>>(index), at.size);
+        for (int64_t i = 0; i < lanes_; i += W) put(j, i, inside ? load<T>(at.table + index * kRowTile + i) : Vec<T>{});
+      }
+      return;
+    }
     const T* const table = at.table + first_ * at.key;
-    const Indices<T>* const leaf = at.size >= UInt<T>{W} || at.is_tile() ? at.indices : nullptr;
+    const Indices<T>* const leaf = at.size >= UInt<T>{W} ? at.indices : nullptr;
     const int64_t last = rows_.size() - 1;
     // Lanes without a row read the last row's numbers.
     const auto row = [&](int64_t i) { return table + smaller(i, last) * at.row; };
     for (int64_t i = 0; i < lanes_; i += W)
       for (int64_t j = 0; j < count; j += W) {
         const int64_t keys = smaller(W, count - j);
-        if (leaf && at.row != 0 && !at.is_tile() && (leaf->of_distances || leaf->of_keys)) {
+        if (leaf && at.row != 0 && (leaf->of_distances || leaf->of_keys)) {
           // Each row has its own table. A single vector of this table may hold the numbers of W keys. If the indices
           // of neighbouring keys differ by 1, or all by -1, the numbers already lie in this vector in order.
           const int step = keys == W && i + W <= rows_.size() ? at.step(j, i) : 0;
@@ -508,10 +514,6 @@ class Evaluation {
         }
         for (int64_t key = j; key < j + keys; ++key) {
           const T* const from = row(i) + key * at.key;
-          if (leaf && at.is_tile() && leaf->of_keys && at.index_at(key, 0) < at.size) {
-            put(key, i, load<T>(from + at.index_at(key, 0) * at.col));
-            continue;
-          }
           if (leaf && at.key != 0 && !leaf->of_keys) {  // W rows read the table of one key
             const int64_t place = leaf->place(first_ + key, i);
             const UInt<T> base = smaller(leaf->least[place], at.size - W);
@@ -524,7 +526,7 @@ class Evaluation {
           for (int k = 0; k < W; ++k) {
             const UInt<T> index = at.index_at(key, i + k);
             if (index < at.size)
-              numbers[k] = (row(i + k) + key * at.key)[index * at.col];
+              numbers[k] = (row(i + k) + key * at.key)[index];
             else if (i + k <= last)
               report(rows_.first + i + k, first_key_ + first_ + key, static_cast<Int<T>>(index), at.size);
           }
@@ -532,9 +534,10 @@ class Evaluation {
         }
       }
   }
-  // Looks for a simple rule by which the pairs of the tile read the table. If all pairs have the same index, reads one
-  // number for the tile, or one number for each row (key) if each row (key) has a table of its own. If the indices of
-  // neighbours differ by 1 and the numbers of neighbouring rows lie side by side, these numbers are read in place.
+  // If the numbers that the tile looks up lie at fixed distances in memory, describes them as an operand. They do if
+  // the indices of neighbours differ by 1 and the numbers of neighbouring rows lie side by side. If all pairs have the
+  // same index, reads one number for the tile, or one number for each row (key) if each row (key) has a table of its
+  // own.
   void look_up_once(const Step& step, const Terms& terms, int64_t keys, T* to) {
     Values<T>& same = lookups_[step.lookup];
     same = {nullptr, 0, 0};
@@ -546,19 +549,19 @@ class Evaluation {
     const Lookup<T> at = lookup(step.table, terms, step.from[0], step.op == Op::lookup ? tables_ : nullptr);
     if (!at.indices) return;
     const UInt<T> index = at.index_at(0, 0);
-    const int64_t rows = rows_.size(), col = at.col;
-    if (at.indices->step != 0) {
-      const bool of_keys = at.indices->of_keys, of_distances = at.indices->of_distances;
-      const int64_t of_key = of_keys ? at.indices->step : of_distances ? -1 : 0;
-      if (of_keys ? !at.is_tile() : at.row != 0 || at.indices->step < 0) return;
-      const UInt<T> first = at.index_at(of_keys || !of_distances ? 0 : keys - 1, 0);
-      const UInt<T> last = of_keys ? at.index_at(keys - 1, 0) : index + static_cast<UInt<T>>(lanes_ - 1);
-      if (first < at.size && last < at.size) same = {at.table + index * col, at.key + of_key * col, -1};
+    const int64_t rows = rows_.size();
+    const bool are_same = at.indices->are_same, of_distances = at.indices->of_distances;
+    const int64_t by = at.indices->step;
+    if (index >= at.size) return;
+    if (at.is_transposed) {
+      const bool inside = at.index_at(keys - 1, 0) < at.size;
+      if ((are_same || by != 0) && inside) same = {at.table + index * kRowTile, by * kRowTile, -1};
+    } else if (by == 1 && at.row == 0 && !at.indices->of_keys) {
+      const UInt<T> first = at.index_at(of_distances ? keys - 1 : 0, 0);
+      const UInt<T> last = index + static_cast<UInt<T>>(lanes_ - 1);
+      if (first < at.size && last < at.size) same = {at.table + index, at.key - (of_distances ? 1 : 0), -1};
+    } else if (!are_same) {
       return;
-    }
-    if (!at.indices->are_same || index >= at.size) return;
-    if (at.is_tile()) {
-      same = {at.table + index * col, 0, -1};
     } else if (at.key != 0) {
       for (int64_t j = 0; j < keys; ++j) store<T>(to + j * W, splat<T>(at.table[j * at.key + index]));
       same = {to, W, 0};

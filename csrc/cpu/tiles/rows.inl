@@ -17,8 +17,8 @@ struct RowTile {
   Range positions;  // holds the positions of all rows, counted within the sequence
   int64_t head[kRowTile];
   int64_t position[kRowTile];
-  // The numbers of these rows in tables with Table::in_tile, and the sums of their gradients, in the compute dtype.
-  // Null if the kernel does not keep them.
+  // The numbers of these rows in tables with Table::transposed_at, and the sums of their gradients, in the compute
+  // dtype. Null if the kernel does not keep them.
   void *tables, *grad_tables;
 
   // Sets the tile's rows to `rows`, which are counted in the group of heads that begins with `first_head`.

@@ -275,7 +275,8 @@ void products_to_scores(const Problem& p, const ScoreTile<T>& tile, T* x) {
 }
 
 // Writes the scores of a tile (score.h) to x[j * kRowTile + lane], or products if leaves_products(). `query_t`: the
-// tile of queries, transposed. `kept`: see add_score_terms(). `key_scale`: the scales of the tile's keys, or null.
+// tile of queries, transposed. `kept`: see add_score_terms() and scores_of_program(). `key_scale`: the scales of the
+// tile's keys, or null. No call has both key_scale and a score_mod.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const Rows<T>& key_rows, T* x,
             typename F::Number* kept = nullptr, Between& between = kNothingBetween,

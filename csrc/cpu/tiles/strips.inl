@@ -6,6 +6,7 @@
 #include "cpu/simd/exp.inl"
 #include "cpu/simd/transpose.inl"
 #include "cpu/tiles/bounds.inl"
+#include "cpu/tiles/formats.inl"
 
 namespace attn::ATTN_ISA {
 

@@ -25,7 +25,7 @@ struct Indices {
   const UInt<T>*least, *most;
   bool of_distances, of_keys;
   bool are_same;  // whether all pairs of the tile have one index; then `least` and `most` hold nothing
-  int step = 0;   // if all neighbouring indices differ by 1, or all by -1, this difference
+  int step = 0;   // 1 or -1 if all neighbouring indices differ by this number, else 0
   int64_t place(int64_t key, int64_t row) const {
     return of_distances ? kKeyTile - 1 + row - key : of_keys ? key : row;
   }
@@ -95,18 +95,19 @@ struct Indices {
 };
 
 // A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first + j) * key + lane * row +
-// index_at(j, lane) * col].
+// index_at(j, lane)].
 template <class T>
 struct Lookup {
   static constexpr int W = kLanes<T>;
   const T* table;
-  int64_t row, key, col;
+  int64_t row, key;
   UInt<T> size;
   Values<T> index;
   const Indices<T>* indices;  // null if the index is no leaf
   int64_t first;              // the tile's key with which the strip begins
+  // Table::transposed_at: the index belongs to a key, and number i of row `lane` is at table[i * kRowTile + lane].
+  bool is_transposed;
 
-  bool is_tile() const { return col != 1; }  // Table::in_tile
   UInt<T> index_at(int64_t j, int64_t lane) const {
     return bit_cast<UInt<T>>(index.data[j * index.step + (lane & index.lanes)]);
   }
@@ -143,25 +144,25 @@ struct Lookup {
   }
 };
 
-// Calls f(block, place, size) for each table with Table::in_tile. `block` has the numbers of these rows, and `place` is
-// where they begin in a tile. of_table(t) returns the terms of table t, or their gradients.
+// Calls f(block, place, size) for each table with Table::transposed_at. `block` has the numbers of these rows, and
+// `place` is where they begin when transposed. of_table(t) returns the terms of table t, or their gradients.
 template <class T, class F>
-ATTN_INLINE void each_table_in_tile(const Problem& p, const RowTile& rows, auto of_table, F f) {
-  for (int t = 0; t < kMostTables && p.program; ++t) {
+ATTN_INLINE void each_transposed_table(const Problem& p, const RowTile& rows, auto of_table, F f) {
+  for (int t = 0; t < kMostTables; ++t) {
     const Table& table = p.program->tables[t];
     const Terms& terms = of_table(t);
-    if (table.in_tile < 0 || !terms.data) continue;
+    if (table.transposed_at < 0 || !terms.data) continue;
     T* const numbers = static_cast<T*>(const_cast<void*>(terms.data)) + (p.first_entry + rows.n) * terms.entry +
                        rows.head[0] * terms.head + rows.position[0] * terms.row;
-    f(Block{reinterpret_cast<char*>(numbers), dtype_of<T>, terms.row, 1}, table.in_tile, table.size);
+    f(Block{reinterpret_cast<char*>(numbers), dtype_of<T>, terms.row, 1}, table.transposed_at, table.size);
   }
 }
 // Reads the tables of a tile's rows, and keeps them transposed in `to`.
 template <class T>
 void load_tables(const Problem& p, RowTile& rows, T* to) {
-  if (!p.program || p.program->size_in_tile == 0) return;
+  if (size_transposed(p) == 0) return;
   rows.tables = to;
-  each_table_in_tile<T>(
+  each_transposed_table<T>(
       p, rows, [&](int t) -> const Terms& { return p.program->tables[t].numbers; },
       [&](const Block& block, int64_t place, int64_t size) {
         pack_transposed<T>(to + place, kRowTile, block, rows.count, size, rows.lanes<T>());
@@ -172,7 +173,7 @@ template <class T>
 void add_tables(const Problem& p, const RowTile& rows, const Terms* grads, int64_t begin) {
   constexpr int W = kLanes<T>;
   if (!rows.grad_tables) return;
-  each_table_in_tile<T>(
+  each_transposed_table<T>(
       p, rows, [&](int t) -> const Terms& { return grads[t]; },
       [&](const Block& block, int64_t place, int64_t size) {
         T* const to = reinterpret_cast<T*>(block.data) + begin;
