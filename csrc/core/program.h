@@ -151,8 +151,9 @@ struct Table {
   Terms numbers, tangent;  // null data: there is none
   int64_t size = 0;
   TableOf of = TableOf::all;
-  // Kernels may keep the numbers of a tile of queries transposed, [size, kScoreTile], so that a vector holds the
-  // numbers of neighbouring queries. If so, this is where they begin among those of all such tables, else -1.
+  // Kernels may keep a transposed copy of the numbers of a tile of queries, [size, kScoreTile], so that a vector holds
+  // the numbers of neighbouring queries. The copies of all tables lie one after the other, and this table's copy begins
+  // here. -1: kernels read the table as it is.
   int64_t transposed_at = -1;
 };
 constexpr int kMostTables = 4;

@@ -202,7 +202,7 @@ struct Distances {
   }
 };
 
-// Whether derivatives read what add_score_terms() writes to `kept`.
+// Whether derivatives read what scores() writes to `kept`.
 ATTN_INLINE bool keeps_scores(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
 
 // The factor that turns a product into an argument of tanh_of_exponent(). The factor is finite, because a product of 0
