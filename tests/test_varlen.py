@@ -644,7 +644,7 @@ def test_opcheck() -> None:
 
 
 def test_rows_that_are_not_wanted_are_left_out() -> None:
-    """They are None, and the output has the same bits: by itself, with derivatives, under vmap."""
+    """They are empty, and the output has the same bits: by itself, with derivatives, under vmap."""
     given = arguments()
     inputs = [given.pop(name) for name in ("query", "key", "value")]
     plain = {"softcap": 2.0, "enable_gqa": True}
@@ -660,9 +660,9 @@ def test_rows_that_are_not_wanted_are_left_out() -> None:
             call = functools.partial(operator, **options, with_rows=with_rows)
             x = [t.clone().requires_grad_() for t in tensors]
             output, *rows = call(*x)
-            assert [row is not None for row in rows] == [with_rows] * 2
+            assert [row.shape != (0,) for row in rows] == [with_rows] * 2
             alone, *rows = call(*tensors)
-            assert [row is not None for row in rows] == [with_rows] * 2
+            assert [row.shape != (0,) for row in rows] == [with_rows] * 2
             samples = [torch.stack([t, 2 * t]) for t in tensors]
             of_output = lambda *x, call=call: call(*x)[0]  # noqa: E731
             mapped = vmap(of_output)(*samples)

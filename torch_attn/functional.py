@@ -176,12 +176,24 @@ def sdpa(
     no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
     no_tensors = no_tensors and key_scale is None and value_scale is None
     softcap = _number("attn::sdpa", "softcap", softcap)
-    more = (softcap, window_size, offset, lengths, alibi_slopes, sinks)
     if no_tensors and window_size == (-1, -1) and not softcap:
         output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
-    scales = (key_scale, value_scale)
-    return sdpa_with_logsumexp(*plain, scale, enable_gqa, *more, *scales)[0]
+    alone: Tensor = torch.ops.attn.attention(
+        *plain,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        softcap=softcap,
+        window_size=_pair(window_size),
+        query_offset=offset,
+        key_lengths=lengths,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        with_rows=False,
+    )[0]
+    return alone
 
 
 def _calling(

@@ -127,6 +127,7 @@ def _attention(
     window_size: tuple[int, int] = (-1, -1),
     query_offset: Any = None,
     key_lengths: Any = None,
+    with_rows: bool = True,
     **others: Any,  # ONNX lacks these
 ) -> Any:
     """Refuses what ONNX cannot express; else makes the node and returns its four results."""

@@ -257,8 +257,8 @@ def _attend_jagged(
     extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
     layout = (query.offsets(), query.lengths(), query._ragged_idx, *extremes)
     output, logsumexp, max_score = (
-        None if values is None else view(values if with_heads else values[0], *layout)
-        for values in results
+        view(values if with_heads else values[0], *layout) if values.dim() > 1 else values
+        for values in results  # those that are not wanted are [0]
     )
     return output, logsumexp, max_score
 

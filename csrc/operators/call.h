@@ -128,7 +128,7 @@ struct Call {
   // except the last one. The call attends to key * key_scale[..., None] and value * value_scale[..., None]. It has no
   // derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
-  bool with_rows = true;  // whether the rows' logsumexp and largest score are wanted; else they are undefined
+  bool with_rows = true;  // whether the rows' logsumexp and largest score are wanted; else they are empty, [0]
 
   // The arguments in the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{

@@ -47,7 +47,7 @@ struct Saved {
   static auto fields(auto& s) { return std::tie(s.output, s.logsumexp, s.rng_state, s.residual); }
 };
 
-// All results of the forward. The results for rows are undefined if they are not wanted.
+// All results of the forward. The results for rows are empty, [0], if they are not wanted.
 struct ForwardResults {
   Saved saved;
   RowResults rows;

@@ -230,8 +230,8 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     results.logsumexp = empty_numbers(shape.logsumexp(), query);
     results.residual = empty_residual(results.output, call);
   }
-  const auto of_rows = [&] { return empty_numbers(shape.numbers(shape.queries), query); };
-  if (call.with_rows) rows = {of_rows(), of_rows()};
+  const c10::SymDimVector of_rows = call.with_rows ? shape.numbers(shape.queries) : c10::SymDimVector{0};
+  rows = {empty_numbers(of_rows, query), empty_numbers(of_rows, query)};
   if (!device.forward) return all;
   ForwardParams p;
   ProblemBuilder builder(p, shape, call, results.rng_state, device.write_sequences);

@@ -68,7 +68,7 @@ TORCH_LIBRARY(attn, m) {
 
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py), and
   // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64). Without
-  // with_rows these two are undefined.
+  // with_rows these two are empty, [0].
   define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
   // With cu_seq_q, sequences of different lengths are packed one after the other, in tensors [heads, T, E] (call.h).
   // varlen_attention takes tensors [T, heads, E]. It has the arguments of torch.nn.attention.varlen.varlen_attn and

@@ -73,9 +73,10 @@ def _attend(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             results = _context.answer(**given)
         else:
             given["with_rows"] = name == "attention" and given.get("with_rows", True)
-            wanted = ("output", "row_logsumexp", "max_score")[: 3 if given["with_rows"] else 1]
-            results = _Sharded("_sdpa_forward", given).results(wanted)
-        return (*results, None, None)[:3] if name == "attention" else results[0]
+            results = _Sharded("_sdpa_forward", given).results(
+                ("output", "row_logsumexp", "max_score")
+            )
+        return results if name == "attention" else results[0]
 
 
 HEADS, ROWS = -3, -2  # dimensions of the output, counted from its end
@@ -94,11 +95,6 @@ _WHY_NO_RING = {
 def _kind(name: str) -> str:
     """Removes the prefix "grad_" or "tangent_" from a name, if the name has one."""
     return name.removeprefix("tangent_").removeprefix("grad_")
-
-
-def _is_empty(kind: str, tensor: Tensor) -> bool:
-    """Whether this is an empty residual. It is 1-D; any other residual has the output's shape."""
-    return kind == "residual" and tensor.ndim == 1
 
 
 class _Sharded:
@@ -144,6 +140,12 @@ class _Sharded:
         if self.cut in ("keys", "both"):
             self._choose()
 
+    def _is_empty(self, kind: str, tensor: Tensor) -> bool:
+        """Whether this is a result that is not wanted, ``[0]``."""
+        if kind == "residual":
+            return tensor.ndim == 1  # any other residual has the output's shape
+        return kind in ("row_logsumexp", "max_score") and not self.call["with_rows"]
+
     def _own(self, name: str, m: int) -> int | None:
         """Returns the dimension of an argument or a result that is sharded over mesh dimension m.
 
@@ -158,7 +160,7 @@ class _Sharded:
         """Returns which dimension of an argument or a result matches the output's `dim`."""
         kind, tensor = _kind(name), self.tensors.get(name)
         if kind in _OF_ROWS:
-            is_empty = tensor is not None and _is_empty(kind, tensor)
+            is_empty = tensor is not None and self._is_empty(kind, tensor)
             return None if is_empty or (dim, kind) == (ROWS, "received_weight") else self.rank + dim
         tensor, own = self.tensors.get(kind), dim + _LACKING.get(kind, 0)
         if tensor is None or kind in _PLACES or not -tensor.ndim <= own < 0:
@@ -295,7 +297,7 @@ class _Sharded:
         if local is None:
             return None
         source = self.tensors[_kind(name)] if name.startswith("grad_") else None
-        of_rows = _kind(name) in _OF_ROWS and not _is_empty(_kind(name), local)
+        of_rows = _kind(name) in _OF_ROWS and not self._is_empty(_kind(name), local)
         is_sum = source is not None or name == "received_weight"
         shape = list(local.shape if source is None else source.shape)
         placements: list[Any] = []
@@ -345,7 +347,8 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
         output, rest = _rounded(saved.output, dtype)
         learned = any(t is not None and t.is_floating_point() for t in inputs[3:])
         rest = rest if learned and output.dtype != rest.dtype else rest.new_empty(0)
-        rows = [t.to(saved.output.dtype) if x["with_rows"] else None for t in of_rows]
+        rows = [t.to(saved.output.dtype) for t in of_rows]
+        rows = rows if x["with_rows"] else [t.new_empty(0) for t in rows]
         no_state = torch.empty(0, dtype=torch.int64, device=output.device)
         return output, saved.logsumexp, no_state, rest, *rows
     y = _widened({n: x[n] for n in ("output", "residual")})
