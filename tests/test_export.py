@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.attention import varlen
 
 import torch_attn
 from helpers import in_fresh_process, make_inputs
@@ -151,6 +153,68 @@ def test_aot_inductor_of_a_step(tmp_path: Path) -> None:
     path = str(tmp_path / "step.pt2")
     torch._inductor.aoti_compile_and_package(exported_step(), package_path=path)
     in_fresh_process(run_package_of_a_step, path)
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    x = (t.flatten(0, 1) for t in (query, key, value))
+    cu_seq = torch.tensor([0, query.size(1), 2 * query.size(1)])
+    return torch_attn.varlen_attn(*x, cu_seq, cu_seq, query.size(1), query.size(1), **options)
+
+
+def written(query: Tensor, *others: Tensor) -> Any:
+    x = [t.flatten(0, 1) for t in (query, *others)]
+    cu_seq = torch.tensor([0, query.size(1), 2 * query.size(1)])
+    return torch_attn.varlen_attn_out(torch.empty_like(x[0]), *x, cu_seq, cu_seq, 9, 9)
+
+
+def with_functions(*x: Tensor, **options: Any) -> Any:
+    table = torch.arange(4.0)
+    return torch_attn.flex_attention(
+        *x, lambda s, b, h, i, j: s + table[h] * (i - j), lambda b, h, i, j: i >= j, **options
+    )
+
+
+# By the name of a public function, and what else is asked of it.
+DOORS: dict[str, Callable[..., Any]] = {
+    "sdpa": torch_attn.sdpa,
+    "sdpa, options": lambda *x: torch_attn.sdpa(*x, softcap=3.0, window_size=(2, 1)),
+    "sdpa_with_logsumexp": torch_attn.sdpa_with_logsumexp,
+    "sdpa_with_weights": torch_attn.sdpa_with_weights,
+    "sdpa_stats": lambda q, k, v: tuple(torch_attn.sdpa_stats(q, k)),
+    "varlen_attn": packed,
+    "varlen_attn, logsumexp": lambda *x: packed(*x, return_aux=varlen.AuxRequest(lse=True)),
+    "varlen_attn_out": written,
+    "flex_attention": with_functions,
+    "flex_attention, logsumexp": lambda *x: with_functions(*x, return_lse=True),
+}
+
+
+def test_every_door_is_listed() -> None:
+    public = {n: getattr(torch_attn, n) for n in torch_attn.__all__}
+    doors = {n for n, x in public.items() if inspect.isroutine(x) and "query" in names_of(x)}
+    assert doors == {name.partition(",")[0] for name in DOORS}
+
+
+def names_of(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_every_door_is_exported_and_packaged(name: str, tmp_path: Path) -> None:
+    class Door(nn.Module):
+        def forward(self, *x: Tensor) -> Any:
+            return DOORS[name](*x)
+
+    x = tuple(torch.randn(3, 2, 4, 9, 8))
+    with torch.no_grad():
+        expected, program = Door()(*x), torch.export.export(Door(), x)
+        torch.testing.assert_close(program.module()(*x), expected)
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "door.pt2")
+        )
+        found = torch._inductor.aoti_load_package(path)(*x)
+    of_ours, of_package = (torch.utils._pytree.tree_leaves(t) for t in (expected, found))
+    torch.testing.assert_close(of_package, of_ours)
 
 
 @pytest.mark.usefixtures("device")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from _accuracy import hold
+from _accuracy import Tensors, changed, hold, over_neighbours
 from _memory import in_guarded_memory, largest_block
 from helpers import largest
 from torch_attn import quantize_kv, reference
@@ -46,14 +46,27 @@ def check(query: Tensor, key: Stored, value: Stored, **options: Any) -> None:
     """Holds the result to the bound of ordinary calls, with keys of query's dtype."""
     exact = reference.sdpa(query.double(), key.wide(), value.wide(), enable_gqa=True, **options)
     actual = attend(query, key, value, **options)
-    x = [t.to(query.dtype) for t in (query, key.wide(), value.wide())]
-    mask = options.get("attn_mask")
-    mask = None if mask is None else mask.to(query.dtype)
-    of_builtin = F.scaled_dot_product_attention(*x, mask, enable_gqa=True).double()
-    of_64 = [None if t is None else t.double() for t in (*x, mask)]
-    error = largest(of_builtin - reference.sdpa(*of_64, enable_gqa=True))
     assert actual.dtype == query.dtype
+    x = {"query": query, "key": key.wide(), "value": value.wide()}
+    if (mask := options.get("attn_mask")) is not None:
+        x["attn_mask"] = mask
+    x = {name: t.to(query.dtype) for name, t in x.items()}
+
+    def errors(x: Tensors) -> Iterator[tuple[str, float]]:
+        """The built-in's without the other options; in float32 also the formula's with them."""
+        plain = largest_error(F.scaled_dot_product_attention, x)
+        rest = {name: option for name, option in options.items() if name != "attn_mask"}
+        formula = largest_error(reference.sdpa, x, **rest) if query.dtype == torch.float32 else 0.0
+        yield "output", max(plain, formula)
+
+    error = over_neighbours(x, errors, lambda x, _: changed(x))["output"]
     hold("output", actual.double(), exact, error, query.dtype)
+
+
+def largest_error(sdpa: Callable[..., Tensor], x: Tensors, **options: Any) -> float:
+    options["enable_gqa"] = True
+    exact = reference.sdpa(**{name: t.double() for name, t in x.items()}, **options)
+    return largest(sdpa(**x, **options).double() - exact)
 
 
 # L, S, heads of the query and of the key, and E.

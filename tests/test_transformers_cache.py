@@ -44,15 +44,36 @@ def model_of(family: str, **more: Any) -> Any:
     return kind._from_config(config, attn_implementation=integration.register()).eval()
 
 
-def float_cache(model: Any, dtype: torch.dtype) -> Any:
-    """The oracle: an ordinary cache that gets what the 8 bits mean."""
+def float_cache(model: Any, dtype: torch.dtype, like: Any = None) -> Any:
+    """The oracle: an ordinary cache that gets what the 8 bits mean.
+
+    With `like`, a cache of ours that has had the same tokens, it gets what that cache has stored,
+    and compares: a number may lie so near the edge between two of 8 bits that rounding errors of
+    the layer below decide, and then the two are one step apart.
+    """
 
     class Layer(DynamicLayer):  # type: ignore[misc, valid-type]
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
         def update(self, *new: Tensor, **kwargs: Any) -> Any:
-            stored = (quantize_kv(x, dtype) for x in new)
+            stored = [quantize_kv(x, dtype) for x in new]
+            if like is not None:
+                first = self.get_seq_length()
+                buffers = like.layers[self.number]._buffers
+                own = [x[:, :, first : first + new[0].size(2)] for x in buffers]
+                for x, (_, scale), eight, of_ours in zip(
+                    new, stored, own[::2], own[1::2], strict=True
+                ):
+                    torch.testing.assert_close(of_ours, scale, rtol=1e-5, atol=0)
+                    half_a_step = (x / of_ours[..., None] - eight.float()).abs()
+                    coarse = 1.0 if dtype == torch.int8 else eight.float().abs().clamp(1 / 64) / 8
+                    assert (half_a_step <= 0.5 * coarse * (1 + 1e-3)).all()
+                stored = list(zip(own[::2], own[1::2], strict=True))
             return super().update(*(x.float() * scale[..., None] for x, scale in stored))
 
-    return transformers.Cache(layers=[Layer() for _ in range(model.config.num_hidden_layers)])
+    return transformers.Cache(layers=[Layer(n) for n in range(model.config.num_hidden_layers)])
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -85,7 +106,8 @@ def test_prefill_chunks_and_tokens(family: str, dtype: torch.dtype) -> None:
     chunks = [20, 5, *[1] * 105]
     cache = integration.eight_bit_cache(model, dtype)
     actual = logits(model, cache, ids, chunks, attention_mask=mask)
-    exact = logits(model, float_cache(model, dtype), ids, chunks, attention_mask=mask)
+    oracle = float_cache(model, dtype, like=cache)
+    exact = logits(model, oracle, ids, chunks, attention_mask=mask)
     seen = mask.bool()
     torch.testing.assert_close(actual[seen], exact[seen], rtol=1e-4, atol=1e-5)
     assert cache.get_seq_length() == 130
