@@ -1,5 +1,7 @@
 """Evaluates the string of a score program over all of L x S, by PyTorch's functions."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,13 +16,25 @@ _FUNCTIONS = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
     "not": torch.bitwise_not,
+    "float32": lambda x: x.float().double(),
+    "float16": lambda x: x.half().double(),
+    "bfloat16": lambda x: x.bfloat16().double(),
+    "floor_divide": lambda x, y: by_0_is_0(torch.floor_divide, x, y),
+    "remainder": lambda x, y: by_0_is_0(torch.remainder, x, y),
 }
+
 _DTYPES = {"f": torch.float64, "i": torch.int64, "b": torch.bool}
 _TYPES = {
     "f": lambda x: x.is_floating_point(),
     "i": lambda x: x.dtype in (torch.int32, torch.int64),
     "b": lambda x: x.dtype == torch.bool,
 }
+
+
+def by_0_is_0(divide: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    if y.is_floating_point():
+        return divide(x, y)
+    return divide(x, y.masked_fill(y == 0, 1)).masked_fill(y == 0, 0)
 
 
 def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor | None) -> Tensor:
@@ -32,7 +46,7 @@ def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor 
     """
     _, _, L, S = shape
     first, *lines, last = text.splitlines()
-    assert first == "attn.program 1"
+    assert first in ("attn.program 1", "attn.program 1 wide")
     rows, keys = torch.arange(L)[:, None], torch.arange(S)
     values: list[Tensor] = []
     for n, line in enumerate(lines):
@@ -61,6 +75,8 @@ def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor 
             assert len(of) == len(operands)
             function = _FUNCTIONS.get(name) or getattr(torch, name)
             x = function(*of)
+            if type_ == "i" and not first.endswith("wide"):
+                x = x.to(torch.int32).long()
         assert _TYPES[type_](x), line
         values.append(x)
     word, result = last.split(" ")

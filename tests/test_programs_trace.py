@@ -376,9 +376,9 @@ def test_float32_and_both_together_compute_the_same(name: str) -> None:
                 assert leaves.stride(2) == 1
 
 
-def fails(score: Any, *words: str, mask: Any = None) -> None:
+def fails(score: Any, *words: str, mask: Any = None, dtype: torch.dtype = torch.float32) -> None:
     with pytest.raises(RuntimeError, match=r"^torch_attn\.flex_attention: ") as caught:
-        traced(Case(score, mask))
+        traced(Case(score, mask), dtype=dtype)
     for word in (*words, __file__):
         assert word in str(caught.value)
 
@@ -407,8 +407,8 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "list": (lambda s, b, h, i, j: s * [1, 2, 3][h], ("__index__", "a tensor")),
     "tensor of a place": (lambda s, b, h, i, j: s * torch.tensor(s), ("no tensor of",)),
     "range": (lambda s, b, h, i, j: s * torch.arange(s)[0], ("no arange of",)),
-    "large constant": (lambda s, b, h, i, j: s + (i + j) * 2**31, ("beyond 32 bits",)),
-    "large numbers": (lambda s, b, h, i, j: s + (i * 2**30 ^ j), ("beyond 32 bits",)),
+    "large constant": (lambda s, b, h, i, j: s + (i + j) * 2**31, ("beyond the 32 bits",)),
+    "large numbers": (lambda s, b, h, i, j: s + (i * 2**30 ^ j), ("from 0 to 4294967296, bey",)),
     "no number": (lambda s, b, h, i, j: s + (i * j) * "2", ("'2' as a whole number",)),
     "fraction": (lambda s, b, h, i, j: s + (i * j).masked_fill(i > j, 1.5), ("1.5 as a whole",)),
     "random": (lambda s, b, h, i, j: s + torch.rand(()), ("rand",)),
@@ -599,18 +599,59 @@ def test_in_place_changes_are_seen_by_every_name() -> None:
         total += same
         return total - 1
 
-    expected = "f score, f mul, b gt, f where, f sub"
+    expected = "f score, f mul, b le, f where, f sub"
     assert lines(traced(Case(score)).score or "") == expected.replace("f sub", "f add, f sub")
     fails(lambda s, b, h, i, j: s + i.mul_(0.5), "mul_ would change" if False else "in place")
     fails(lambda s, b, h, i, j: s + torch.add(i, 1, out=torch.zeros(())), "add changes")
     fails(lambda s, b, h, i, j: s + torch.zeros(()).add_(TABLE[0, 0]), "add_ changes")
 
 
-def test_whole_numbers_beyond_32_bits() -> None:
-    large = torch.tensor([2**31, *range(S - 1)])
-    fails(None, "beyond 32 bits", mask=lambda b, h, i, j: large[i] == large[j])
-    same = traced(Case(mask=lambda b, h, i, j: large[i] % 2**20 == large[j] % 2**20))
-    assert lines(same.mask or "") == "i row 0, i key 0, b eq"
+LARGE = torch.tensor([2**31, -(2**40) + 5, *range(S - 2)])
+BEYOND: dict[str, Callable[..., Tensor]] = {
+    "a vector": lambda b, h, i, j: LARGE[i] - LARGE[j],
+    "a constant": lambda b, h, i, j: (i + j) ^ 2**33,
+    "a sum": lambda b, h, i, j: (i + 2**30) + (j + 2**30),
+    "a difference": lambda b, h, i, j: (i - 2**30) - (j * 2 + 2**30),
+    "a product": lambda b, h, i, j: (i * 100000) * (j * 100000),
+    "products": lambda b, h, i, j: ((i * 300 + j) * 1103515245 + 12345) * 6364136223846793005,
+    "the least, negated": lambda b, h, i, j: -((i ^ j) * 0 - 2**31),
+    "the least, divided": lambda b, h, i, j: ((i ^ j) * 0 - 2**31) // -1,
+    "a choice": lambda b, h, i, j: torch.where(i > j, LARGE[i], j),
+    "a vector of 32 bits": lambda b, h, i, j: (i.int() * 2**20) * (j.int() * 2**20),
+    "narrow ones": lambda b, h, i, j: (i * 37 + j).to(torch.int8).long() + (i * j).byte().int(),
+    "by 0": lambda b, h, i, j: i % (j - 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BEYOND)
+def test_whole_numbers_beyond_32_bits(name: str, dtype: torch.dtype) -> None:
+    """Masks have 64 bits, and scores of float64; of others they are an error with the limits."""
+    number = BEYOND[name]
+    of = lambda b, h, i, j: number(b, h, i, j) % 1000 < 500  # noqa: E731
+    program = traced(Case(mask=of), dtype=dtype)
+    assert program.mask
+    i, j = torch.arange(L)[:, None], torch.arange(S)
+    expected = number(0, 0, i, j.where(j != 2, 1) if name == "by 0" else j)
+    expected = expected.masked_fill(j == 2, 0) if name == "by 0" else expected
+    seen = evaluate(program.mask, program, SHAPE, None)
+    assert torch.equal(seen, (expected % 1000 < 500).expand(SHAPE))
+    x = torch.randn(3, B, H, L, 8, dtype=dtype)
+    query, key, value = x[0], *x[1:, :, :, :1].expand(-1, -1, -1, S, -1).contiguous()
+    key, value = torch.randn_like(key), torch.randn_like(value)
+    found = torch_attn.flex_attention(query, key, value, None, of)
+    torch.testing.assert_close(found, torch_attn.sdpa(query, key, value, seen))
+    score = Case(lambda s, b, h, i, j: s + (number(b, h, i, j) % 1000) / 1000)
+    if dtype == torch.float64 or name in ("narrow ones", "by 0", "a vector of 32 bits"):
+        program = traced(score, dtype=dtype)
+        assert program.score
+        added = evaluate(program.score, program, SHAPE, torch.zeros(SHAPE, dtype=torch.float64))
+        torch.testing.assert_close(added, ((expected % 1000) / 1000.0).double().expand(SHAPE))
+        found = torch_attn.flex_attention(query, key, value, score.score)
+        bias = ((expected % 1000) / 1000.0).to(dtype)
+        torch.testing.assert_close(found, torch_attn.sdpa(query, key, value, bias))
+    else:
+        fails(score.score, "whole numbers from ", "beyond the 32 bits of a score_mod")
 
 
 def test_prints_what_runs() -> None:

@@ -31,6 +31,7 @@ class Value:
     node: int = -1  # the place in the list, if kind is PAIR
     affine: tuple[int, int, Any] | None = None  # a i + b j + c; c: an int or a tensor of HEAD
     constant: bool = False  # the function made it without captured tensors
+    unrounded: Tensor | None = None  # `tensor` before it was rounded to `dtype`, if it was
     limits: tuple[int, int] | None = None  # least and largest number, if they are known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
 
@@ -49,6 +50,8 @@ class Value:
         if self.made is None:
             assert self.make is not None
             self.made = self.make()
+            if self.made.dtype != self.dtype:
+                self.unrounded, self.made = self.made, self.made.to(self.dtype)
         return self.made
 
 
@@ -98,12 +101,49 @@ def _word(x: Any, type_: str) -> str:
     """Returns the text that stands for a constant in the list."""
     if type_ != "f":
         whole = int(bool(x) if type_ == "b" else x)
-        if not -(2**31) <= whole < 2**31:
-            raise NotImplementedError(f"the whole number {whole}, which is beyond 32 bits")
         if type_ == "i" and whole != x:
             raise NotImplementedError(f"{x!r} as a whole number")
         return str(whole)
     return float(x).hex() if math.isfinite(x) else str(float(x))
+
+
+Limits = tuple[int, int]
+_MOST = 2**31 - 1, 2**63 - 1  # of 32 and of 64 bits
+
+
+def _within(limits: Limits, bits: int) -> bool:
+    most = _MOST[bits == 64]
+    return -most - 1 <= limits[0] and limits[1] <= most
+
+
+def _limits_of(name: str, of: list[Limits]) -> Limits | None:
+    """Returns the limits of an operation on whole numbers with these limits; None if unknown."""
+    (a, b), (c, d) = of[0], of[-1]
+    most = max(abs(n) for limits in of for n in limits)
+    power = 1 << most.bit_length()
+    any_bits = (0 if min(a, c) >= 0 else -power, power - 1)
+    products = [x * y for x in (a, b) for y in (c, d)]
+    results = {
+        "add": (a + c, b + d),
+        "sub": (a - d, b - c),
+        "mul": (min(products), max(products)),
+        "neg": (-b, -a),
+        "abs": (0 if a <= 0 <= b else min(abs(a), abs(b)), max(abs(a), abs(b))),
+        "minimum": (min(a, c), min(b, d)),
+        "maximum": (max(a, c), max(b, d)),
+        # A divisor is at least 1 or at most -1; by 0 the result is 0.
+        "floor_divide": (a // c, b // c) if c == d > 0 else (-max(-a, b, 0), max(-a, b, 0)),
+        "remainder": (min(c + 1, 0), max(d - 1, 0)),
+        "and": (0, min(x[1] for x in of if x[0] >= 0)) if max(a, c) >= 0 else any_bits,
+        "or": any_bits,
+        "xor": any_bits,
+        "not": (~b, ~a),
+        "where": (min(a, c), max(b, d)),
+    }
+    if name == "clamp":
+        least = _limits_of("maximum", of[:2])
+        return least and _limits_of("minimum", [least, of[2]])
+    return results.get(name)
 
 
 _NEUTRAL = {  # x op constant is x, bit for bit
@@ -126,10 +166,16 @@ class List:
         dtype: the dtype of floating leaves: float32 or float64.
         compiling: whether torch.compile is tracing. While it traces, the numbers of constants
             cannot be read, so constants become leaves.
+
+    Attributes:
+        in_mask: whether the operations are those of mask_mod.
+        wide: the places whose whole numbers need 64 bits. Kernels have them in a mask_mod, and in
+            a score_mod whose numbers are float64.
     """
 
     def __init__(self, dtype: torch.dtype, compiling: bool) -> None:
-        self.dtype, self.compiling = dtype, compiling
+        self.dtype, self.compiling, self.in_mask = dtype, compiling, False
+        self.wide: set[int] = set()
         self.nodes: dict[tuple[Any, ...], int] = {}  # from (type, name, operands...) to place
         self.words: dict[int, str] = {}  # the constant at a place
         self.leaves: dict[tuple[str, int], Tensor] = {}  # by stored type (t: a table) and serial
@@ -148,12 +194,53 @@ class List:
     def add(self, *node: Any) -> int:
         return self.nodes.setdefault(node, len(self.nodes))
 
+    @property
+    def bits(self) -> int:
+        """The size of a whole number of the pair."""
+        return 64 if self.in_mask or self.dtype == torch.float64 else 32
+
+    def fit(self, limits: Limits, place: int) -> Limits | None:
+        """Notes that place `place` has whole numbers within limits, which may be beyond 32 bits.
+
+        Beyond 64 bits they wrap around, as PyTorch's do.
+        """
+        if _within(limits, 32):
+            return limits
+        if self.bits == 32:
+            least, most = limits
+            raise NotImplementedError(
+                f"it has whole numbers from {least} to {most}, beyond the 32 bits of a score_mod; "
+                "take the remainder of smaller numbers, or convert to floating numbers first"
+            )
+        self.wide.add(place)
+        return limits if _within(limits, 64) else None
+
+    def limits(self, x: Any) -> Limits | None:
+        """Returns the least and the largest whole number of a value; None if they are unknown.
+
+        If the limits are not known yet, this method reads the value's tensor, if that is possible.
+        """
+        if type(x) is not Value:
+            return (int(x), int(x)) if type(x) in (int, bool) else None
+        if x.type == "b":
+            return 0, 1
+        unread = x.type == "i" and x.limits is None and x.kind != PAIR and not self.compiling
+        if unread and x.tensor.numel():
+            # Under torch.func.vmap the numbers cannot be read. index_select then checks the
+            # indices.
+            with contextlib.suppress(RuntimeError):
+                least, most = x.tensor.detach().aminmax()
+                x.limits = int(least), int(most)
+        return x.limits
+
     def place(self, x: Any, type_: str) -> int:
         """Converts a Value or a number to a type. Returns the place of the result in the list."""
         if type(x) is not Value:  # no isinstance() here: this runs for every operand
             word = _word(x, type_)
             place = self.add(type_, "const", word)
             self.words[place] = word
+            if type_ == "i":
+                self.fit((int(word), int(word)), place)
             return place
         have = x.type
         if x.kind == PAIR:
@@ -164,16 +251,31 @@ class List:
         a, b, c = x.affine or (0, 0, 0)
         if type_ == "i" and a + b == 1 and type(c) is int and c == 0:
             return self.add("i", "query" if a else "key_index")
+        if type_ == "i" and x.dtype == torch.int64:
+            limits = self.limits(x)
+            if limits is not None and not _within(limits, 32):
+                return self._wide_leaf(x, limits)
         # Booleans are stored as whole numbers, so that one column serves both types.
         stored = "i" if have == "b" and type_ == "b" else type_
         if (stored, x.serial) not in self.leaves:
             tensor = x.tensor if type_ != "b" or have == "b" else x.tensor != 0
-            least, most = x.limits or (-math.inf, math.inf)
-            small = tensor.dtype != torch.int64 or max(-least - 1, most) < 2**31
-            if type_ == "f" or small:  # otherwise _stack() checks their size
-                tensor = as_dtype(tensor, self.dtype if type_ == "f" else torch.int32)
+            if type_ == "f" and x.unrounded is not None:
+                tensor = x.unrounded
+            tensor = as_dtype(tensor, self.dtype if type_ == "f" else torch.int32)
             self.leaves[stored, x.serial] = tensor
         return self.add(type_, _LEAF[x.kind], (stored, x.serial))
+
+    def _wide_leaf(self, x: Value, limits: Limits) -> int:
+        """Stores whole numbers of 64 bits as two leaves of 32 bits."""
+        self.fit(limits, -1)  # an error in a score_mod of float32
+        if x.node < 0:
+            low = self.value(x.kind, torch.int32, make=lambda: x.tensor.to(torch.int32))
+            high = self.value(x.kind, torch.int32, make=lambda: (x.tensor >> 32).to(torch.int32))
+            places = [self.place(x, "i") for x in (high, low, 2**32, 2**32 - 1)]
+            high_bits = self.add("i", "mul", places[0], places[2])
+            low_bits = self.add("i", "and", places[1], places[3])
+            x.node = self.add("i", "or", high_bits, low_bits)
+        return x.node
 
     def reads(self, place: int, leaf: str) -> bool:
         nodes = list(self.nodes)
@@ -189,18 +291,48 @@ class List:
         """Adds an operation. Converts its operands to the type of its result."""
         type_ = letter(dtype)
         places = [self.place(x, type_) for x in operands]
+        limits = [self.limits(x) for x in operands] if type_ == "i" else []
         if len(places) == 2:
             x, y = places
             if y in self.words and (name, type_, self.words[y]) in _NEUTRAL:
-                return self.value(PAIR, dtype, None, x)
+                return self.value(PAIR, dtype, None, x, limits=limits[0] if limits else None)
             if x in self.words and (name, type_, self.words[x]) in _NEUTRAL and name in _SWAPS:
-                return self.value(PAIR, dtype, None, y)
-        return self.value(PAIR, dtype, None, self.add(type_, name, *places))
+                return self.value(PAIR, dtype, None, y, limits=limits[1] if limits else None)
+        value = self.value(PAIR, dtype, None, self.add(type_, name, *places))
+        return self.bounded(value, name, limits) if type_ == "i" else value
+
+    def bounded(self, value: Value, name: str, of: list[Limits | None]) -> Value:
+        """Gives a whole number its limits. Makes it wrap around where PyTorch's number does."""
+        known = [x for x in of if x is not None]
+        if name in ("floor_divide", "remainder") and of[1] == (0, 0):
+            raise NotImplementedError("its divisor is 0 for every pair")
+        limits = _limits_of(name, known) if len(known) == len(of) else None
+        if value.dtype == torch.int32 and (
+            name == "mul" if limits is None else not _within(limits, 32)
+        ):
+            return self.narrowed(value) if self.bits == 64 else value
+        if limits is not None:
+            value.limits = self.fit(limits, value.node)
+        elif name == "mul" and self.bits == 64:
+            self.wide.add(value.node)
+        return value
+
+    def narrowed(self, x: Value) -> Value:
+        """Converts whole numbers to x.dtype, an integer dtype, as PyTorch does, by wrapping."""
+        of = torch.iinfo(x.dtype)
+        if x.dtype == torch.int64 or (x.limits and of.min <= x.limits[0] and x.limits[1] <= of.max):
+            return x
+        if x.dtype == torch.int32 and self.bits == 32:
+            return x
+        places = [self.place(n, "i") for n in (-of.min, 2**of.bits - 1)]
+        node = self.add("i", "and", self.add("i", "add", x.node, places[0]), places[1])
+        node = self.add("i", "sub", node, places[0])
+        return self.value(PAIR, x.dtype, node=node, limits=(of.min, of.max))
 
 
 @functools.lru_cache(maxsize=256)
 def write(
-    nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...]
+    nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...], wide: frozenset[int]
 ) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
     """Returns a string for each result, with only the operations that the result needs.
 
@@ -217,7 +349,7 @@ def write(
             if place in needed:
                 needed.update(x for x in nodes[place][2:] if type(x) is int)
         number = {place: n for n, place in enumerate(sorted(needed))}
-        lines, count = ["attn.program 1"], 0
+        lines, count = ["attn.program 1 wide" if needed & wide else "attn.program 1"], 0
         for place, n in number.items():
             type_, name, *operands = nodes[place]
             words = []
@@ -256,7 +388,7 @@ def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callabl
             if bitwise:
                 raise NotImplementedError(f"bitwise {name} of floating numbers")
             return ops.operation(dtype, name, *operands)
-        if dtype in _NARROW and len(operands) == 2:
+        if dtype in _NARROW:
             raise NotImplementedError(f"{name} in {dtype}, which wraps around; call .int() first")
         if dtype is torch.bool and not of_booleans:
             raise NotImplementedError(f"{name} of booleans; call .int() first")
@@ -280,7 +412,7 @@ def _logical(name: str) -> Callable[..., Value]:
 
 def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     if rounding_mode == "floor":
-        return _floor_divide(ops, input, other)
+        return RULES["floor_divide"](ops, input, other)
     if rounding_mode:
         raise NotImplementedError(f"div with rounding_mode={rounding_mode!r}; use // or floor")
     return _simple("div", floating=True)(ops, input, other)
@@ -288,19 +420,6 @@ def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None)
 
 def _floor(ops: List, input: Value) -> Value:
     return _simple("floor")(ops, input) if letter(input.dtype) == "f" else input
-
-
-def _floor_divide(ops: List, input: Any, other: Any) -> Value:
-    if letter(promoted(input, other)) == "f":
-        return _floor(ops, _div(ops, input, other))
-    return _simple("floor_divide")(ops, input, other)
-
-
-def _remainder(ops: List, input: Any, other: Any) -> Value:
-    if letter(promoted(input, other)) == "f":
-        whole = RULES["mul"](ops, _floor_divide(ops, input, other), other)
-        return RULES["sub"](ops, input, whole)
-    return _simple("remainder")(ops, input, other)
 
 
 def _square(ops: List, input: Value) -> Value:
@@ -333,34 +452,75 @@ def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None)
     x, y = (ops.place(v, letter(dtype)) for v in (input, other))
     word = ops.words.get(at)
     if word or x == y:
-        return ops.value(PAIR, dtype, node=y if word == "0" else x)
-    return ops.value(PAIR, dtype, node=ops.add(letter(dtype), "where", at, x, y))
+        chosen = y if word == "0" else x
+    else:
+        chosen = ops.add(letter(dtype), "where", at, x, y)
+    value = ops.value(PAIR, dtype, node=chosen)
+    of = [ops.limits(v) for v in (input, other)]
+    return ops.bounded(value, "where", of) if letter(dtype) == "i" else value
 
 
 def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
-    # PyTorch's gradient of relu at 0 is 0. The gradient of maximum would be 1/2.
-    return _where(ops, RULES["gt"](ops, input, 0), input, 0)
+    # PyTorch's gradient of relu at 0 is 0. The gradient of maximum would be 1/2. A NaN stays.
+    return _where(ops, RULES["le"](ops, input, 0), 0, input)
+
+
+_DTYPES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_BY_NAME = {
+    torch.empty(0, dtype=dtype).type(): dtype
+    for dtype in (getattr(torch, name) for name in _DTYPES.split())
+}
 
 
 def _to(ops: List, input: Value, *arguments: Any, dtype: Any = None, **_: Any) -> Value:
     for x in (*arguments, dtype):
-        target = x.dtype if isinstance(x, Value) else x
+        target = x.dtype if isinstance(x, Value) else _BY_NAME.get(str(x), x)
         if isinstance(target, torch.dtype):
-            # Does not round values to bfloat16 or int8. Compiled FlexAttention does not round them
-            # either.
-            type_ = letter(target)
-            affine = input.affine if type_ == "i" else None
-            return ops.value(PAIR, target, node=ops.place(input, type_), affine=affine)
+            return _converted(ops, input, target)
+        if isinstance(x, type):  # torch.IntTensor
+            return _to(ops, input, f"{x.__module__}.{x.__name__}")
+        if isinstance(x, str) and x.endswith("Tensor"):
+            raise NotImplementedError(f"a conversion to {x}")
     return input
 
 
+def _type(ops: List, input: Value, dtype: Any = None, non_blocking: bool = False) -> Value:
+    if dtype is None:
+        raise NotImplementedError("type() without a dtype; ask for its dtype")
+    return _to(ops, input, dtype)
+
+
+def _converted(ops: List, input: Value, dtype: torch.dtype) -> Value:
+    type_ = letter(dtype)
+    node = ops.place(input, type_)
+    if type_ == "f":
+        kept = ops.dtype, input.dtype, torch.float64  # rounds nothing, or less than the list does
+        limits, exact = ops.limits(input), int(2 / torch.finfo(dtype).eps)
+        is_exact = limits is not None and -exact <= limits[0] and limits[1] <= exact
+        is_exact = is_exact or (dtype == torch.float32 and input.dtype in _HALF)
+        if dtype not in kept and not is_exact:
+            node = ops.add("f", str(dtype).removeprefix("torch."), node)
+        return ops.value(PAIR, dtype, node=node)
+    value = ops.value(PAIR, dtype, node=node, limits=ops.limits(input))
+    if type_ == "b" or (letter(input.dtype) == "f" and dtype in (torch.int32, torch.int64)):
+        return value  # PyTorch leaves open what becomes of a number beyond the dtype
+    value = ops.narrowed(value)
+    value.affine = input.affine if value.node == node else None
+    return value
+
+
 def _converts(dtype: torch.dtype) -> Callable[..., Value]:
-    return lambda ops, input: _to(ops, input, dtype)
+    return lambda ops, input: _converted(ops, input, dtype)
 
 
 _NARROW = torch.uint8, torch.int8, torch.int16
+_HALF = torch.float16, torch.bfloat16
 _FLOATING = "reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid"
-_CONVERSIONS = "float double half bfloat16 bool int long short"
+_CONVERTS = (
+    "float:float32 double:float64 half:float16 bfloat16:bfloat16 long:int64 int:int32 "
+    "short:int16 char:int8 byte:uint8 bool:bool"
+)
+_CONVERSIONS = dict(pair.split(":") for pair in _CONVERTS.split())
 RULES: dict[str, Callable[..., Value]] = {
     "add": _simple("add", "or"),
     "sub": _simple("sub"),
@@ -371,8 +531,8 @@ RULES: dict[str, Callable[..., Value]] = {
     "neg": _simple("neg"),
     "div": _div,
     "floor": _floor,
-    "floor_divide": _floor_divide,
-    "remainder": _remainder,
+    "floor_divide": _simple("floor_divide"),
+    "remainder": _simple("remainder"),
     "square": _square,
     "pow": _pow,
     **{name: _simple(name, floating=True) for name in _FLOATING.split()},
@@ -385,8 +545,9 @@ RULES: dict[str, Callable[..., Value]] = {
     "clamp_min": _clamp,
     "clamp_max": lambda ops, input, max: _clamp(ops, input, None, max),
     "masked_fill": lambda ops, input, mask, value: _where(ops, mask, value, input, input.dtype),
-    **dict.fromkeys(("to", "type", "type_as", "clone", "contiguous"), _to),
-    **{name: _converts(getattr(torch, name)) for name in _CONVERSIONS.split()},
+    **dict.fromkeys(("to", "type_as", "clone", "contiguous"), _to),
+    "type": _type,
+    **{name: _converts(getattr(torch, dtype)) for name, dtype in _CONVERSIONS.items()},
 }
 _ALIASES = (
     "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"

@@ -8,6 +8,7 @@ tensor in place, as a view with an element for each pair, or as a table.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,8 +76,11 @@ def _axes(tracer: Tracer, value: Value) -> list[Value | None]:
 
 
 def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value:
+    tracer.use(source)
     kind = together(x for x in places if x is not None)
-    of_mask = kind == PAIR and tracer.in_mask  # a mask_mod reads a table instead of a view of pairs
+    of_mask = (
+        kind == PAIR and tracer.list.in_mask
+    )  # a mask_mod reads a table instead of a view of pairs
     key = id(source), of_mask, *(x and x.serial for x in places)
     if (found := tracer.computed.get(key)) is not None:
         return found
@@ -85,7 +89,7 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
         for dim, x in enumerate(places):
             if x is not None:
                 _check_index(tracer, source, dim, x)
-        make = functools.partial(_select, source, places)
+        make = functools.partial(_select, tracer.wide(source), places)
         found = tracer.list.value(kind, source.dtype, make, shape=shape)
         if not shape:
             found.tensor  # noqa: B018 (now, while gradients are on or off as asked)
@@ -105,7 +109,7 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
     numbers. Returns None if there is no such view, for example because an index has another form,
     or if the user's function has already read such a view.
     """
-    if tracer.pairs is not None or not source.is_floating_point() or tracer.in_mask:
+    if tracer.pairs is not None or not source.is_floating_point() or tracer.list.in_mask:
         return None
     L, S = tracer.lengths[ROW], tracer.lengths[KEY]
     dims: list[int | None] = [None, None]  # of b and of h
@@ -116,14 +120,19 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
             dims[axis] = dim
             continue
         a, b, c = x.affine or (0, 0, 0)
+        if type(c) is not int or not (a or b):
+            return None
         ends = [a * i + b * j + c for i in (0, L - 1) for j in (0, S - 1)]
-        inside = min(ends) >= 0 and max(ends) < source.size(dim)
-        if type(c) is not int or not (a or b) or not inside:
+        if min(ends) < 0 or max(ends) >= source.size(dim):
             return None
         sums.append((dim, a, b, c))
+    in_place = [form[1:] for form in sums] == [(1, 0, 0), (0, 1, 0)]
+    # Several pairs may read one number. Kernels then sum the number's gradient in its dtype.
+    if source.dtype not in tracer.dtypes or not in_place:
+        source = as_dtype(tracer.wide(source), tracer.list.dtype)
     view = source.permute([d for d in dims if d is not None] + [d for d, *_ in sums])
     view = view[tuple(None if d is None else slice(None) for d in dims)]
-    if [form[1:] for form in sums] != [(1, 0, 0), (0, 1, 0)] or view.shape[2:] != (L, S):
+    if not in_place or view.shape[2:] != (L, S):
         if torch._C._functorch.is_functorch_wrapped_tensor(source):
             return None
         backwards = [2 + n for n, (_, _, b, _) in enumerate(sums) if b < 0]
@@ -168,7 +177,7 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     key = id(source), name, *own, begin
     number, _ = tracer.tables.setdefault(key, (len(tracer.tables), source))
     if ("t", number) not in tracer.list.leaves:
-        table = source
+        table = tracer.wide(source)
         for n, at in enumerate(own):
             # The loop slices the table only if necessary, because the derivative of a slice makes a
             # copy.
@@ -178,9 +187,10 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
         table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))
         table = table[tuple(None if dim is None else slice(None) for dim in own)]
         numbers = as_dtype(table, tracer.list.dtype)
-        if type_ == "i" and not tracer.fits(numbers, table):
+        if type_ == "i" and not tracer.keeps(numbers, table):
             tracer.fail(f"{tracer.name_of(source)} has whole numbers beyond 2^24")
-        tracer.list.leaves["t", number] = numbers.flatten(3)
+        size = math.prod(numbers.shape[3:])
+        tracer.list.leaves["t", number] = numbers.reshape(*numbers.shape[:3], size)
     node = tracer.list.add("f", name, ("t", number), place)
     if type_ != "f":
         node = tracer.list.add(type_, "bool" if type_ == "b" else "int", node)
@@ -201,12 +211,14 @@ def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int |
             continue
         if x.kind != PAIR:
             _check_index(tracer, source, dim, x)
-        limits = tracer.limits(x)
+        limits = tracer.list.limits(x)
         if limits is None or limits[0] < -size or limits[1] >= size:
             inside = tracer.of("logical_and", tracer.of("ge", x, -size), tracer.of("lt", x, size))
             is_inside = tracer.of("logical_and", is_inside, inside) if is_inside else inside
         if limits is None or limits[0] < 0:
             x = tracer.of("where", tracer.of("lt", x, 0), tracer.of("add", x, size), x)
+        if x.kind == PAIR:  # what is outside is not used, so it may wrap around
+            x = tracer.list.value(PAIR, x.dtype, node=x.node, limits=(0, size - 1))
         part = tracer.of("mul", x, stride) if stride != 1 else x
         parts[x.kind] = tracer.of("add", parts[x.kind], part) if x.kind in parts else part
         stride *= size
@@ -222,7 +234,7 @@ def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int |
 
 def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None:
     size = source.size(dim)
-    for number in tracer.limits(index) or ():
+    for number in tracer.list.limits(index) or ():
         if not -size <= number < size:
             name = tracer.name_of(source)
             tracer.fail(f"index {number} is out of range in dimension {dim} of {name}")

@@ -29,7 +29,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_attn._program_list import DISTANCE, HEAD, KEY, PAIR, ROW, RULES, List, Value, together
+from torch_attn._program_list import (
+    DISTANCE,
+    HEAD,
+    KEY,
+    PAIR,
+    ROW,
+    RULES,
+    List,
+    Value,
+    as_dtype,
+    letter,
+    promoted,
+    together,
+)
 from torch_attn._program_tables import getitem
 
 __all__ = ["Tracer"]
@@ -44,13 +57,15 @@ class Tracer(TorchFunctionMode):
         self.device = device
         self.list = List(dtype, torch.compiler.is_compiling())
         self.tracking = torch.is_grad_enabled()
-        self.in_mask = False
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Any] = []  # tensors that the functions made
+        self.used: list[Tensor] = []  # those of them that the list reads
+        self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # by id: see wide()
         self.empty: dict[torch.dtype, Tensor] = {}
         self.tables: dict[Any, tuple[int, Tensor]] = {}  # (number, table) by what is read
         self.pairs: Tensor | None = None
+        self.dtypes: tuple[torch.dtype, ...] = (dtype,)  # that kernels read for each pair
         self.sizes = sizes
         self.lengths = {HEAD: 1, ROW: L, KEY: S, DISTANCE: max(L + S - 1, 0)}
         self.indices: list[Any] = [self.index(HEAD, 0, B), self.index(HEAD, 1, H)]
@@ -104,6 +119,7 @@ class Tracer(TorchFunctionMode):
             return value
         if id(x) not in self.captured:
             self.check_captured(x)
+            self.use(x)
             make = functools.partial(x.view, 1, 1, 1)
             value = self.list.value(HEAD, x.dtype, make, constant=self.is_made(x))
             self.captured[id(x)] = x, value
@@ -111,6 +127,27 @@ class Tracer(TorchFunctionMode):
 
     def is_made(self, x: Any) -> bool:
         return any(x is made for made in self.made)
+
+    def use(self, x: Tensor) -> None:
+        """Notes that the list reads a tensor, which must not change from here on."""
+        if self.is_made(x):
+            self.used.append(x)
+
+    def is_used(self, x: Any) -> bool:
+        """Returns whether the list reads the memory of a tensor that the function made."""
+        if self.list.compiling:
+            return any(x is used for used in self.used)
+        at = x.untyped_storage().data_ptr()
+        return any(at == used.untyped_storage().data_ptr() for used in self.used)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """Converts a tensor of 16 bits to the list's dtype, in which lookups sum its gradient."""
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            return x
+        if id(x) not in self.widened:
+            self.widened[id(x)] = x, x.to(self.list.dtype)
+        _, found = self.widened[id(x)]
+        return found
 
     # The calls that the user's function makes to PyTorch
 
@@ -168,7 +205,11 @@ class Tracer(TorchFunctionMode):
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
-        if affine is not None and (moved := self.of_affine(affine)) is not None:
+        dtype = torch.int64
+        if affine is not None and any(x.dtype != dtype for x in of):
+            dtype = promoted(*values)
+            affine = affine if self.fits(affine, dtype) else None
+        if affine is not None and (moved := self.of_affine(affine, dtype)) is not None:
             return moved
         if kind == PAIR and whole and name in _COMPARISONS and len(values) == 2:
             # i >= j is i - j >= 0, which depends on the distance alone.
@@ -179,9 +220,15 @@ class Tracer(TorchFunctionMode):
             result = self.of_pair(name, values, named)
             result.affine = result.affine or affine
             return result
+        rounds = name in _DIVISIONS or (name == "div" and bool(named.get("rounding_mode")))
+        if whole and rounds and type(values[1]) is Value and letter(promoted(*values)) == "i":
+            if self.list.limits(values[1]) == (0, 0):
+                self.fail(f"{name} by 0, for every pair", "divide by another number")
+            function = _zero_by_zero(function)
         result = self.vector(kind, function, values, named)
-        if name in _CONVERSIONS and result.dtype in (torch.int32, torch.int64):
-            result.affine, result.limits = values[0].affine, values[0].limits
+        form = values[0].affine if name in _CONVERSIONS and isinstance(values[0], Value) else None
+        if form and result.dtype in (torch.int32, torch.int64) and self.fits(form, result.dtype):
+            result.affine, result.limits = form, values[0].limits
         return result
 
     def vector(self, kind: int, function: Any, values: list[Any], named: dict[str, Any]) -> Value:
@@ -209,53 +256,7 @@ class Tracer(TorchFunctionMode):
             result = rule(self.list, *values, **named) if named else rule(self.list, *values)
         except (NotImplementedError, TypeError) as error:
             self.fail(f"{name} of a value of the pair: {error}")
-        if result.type == "i" and not named:
-            result.limits = result.limits or self.limits_of_result(name, values)
         return result
-
-    def limits(self, x: Any) -> tuple[int, int] | None:
-        """Returns the least and the largest whole number of a value; None if they are unknown.
-
-        If the limits are not known yet, this method reads the value's tensor, if that is possible.
-        """
-        if type(x) is int:
-            return x, x
-        if not isinstance(x, Value) or x.type != "i":
-            return None
-        unread = x.limits is None and x.kind != PAIR and not self.list.compiling
-        if unread and x.tensor.numel():
-            # Under torch.func.vmap the numbers cannot be read. index_select then checks the
-            # indices.
-            with contextlib.suppress(RuntimeError):
-                least, most = x.tensor.detach().aminmax()
-                x.limits = int(least), int(most)
-        return x.limits
-
-    def limits_of_result(self, name: str, values: list[Any]) -> tuple[int, int] | None:
-        """Returns the limits of the result of an operation on whole numbers; None if unknown."""
-        known = [self.limits(x) for x in (values[1:] if name == "where" else values)]
-        of = [x for x in known if x is not None]
-        if len(of) < len(known):
-            return None
-        (a, b), (c, d) = of[0], of[-1]
-        if name == "mul":
-            ends = a * c, a * d, b * c, b * d
-            return min(ends), max(ends)
-        if name == "clamp" and len(of) == 2:
-            name = "maximum"
-        if name in ("remainder", "floor_divide") and not (c == d and c > 0):
-            return None
-        results = {
-            "add": (a + c, b + d),
-            "sub": (a - d, b - c),
-            "where": (min(a, c), max(b, d)),
-            "minimum": (min(a, c), min(b, d)),
-            "maximum": (max(a, c), max(b, d)),
-            "clamp": (min(max(a, of[len(of) // 2][0]), c), min(max(b, of[len(of) // 2][1]), d)),
-            "remainder": (0, c - 1),
-            "floor_divide": (a // max(c, 1), b // max(c, 1)),
-        }
-        return results.get(name, (a, b) if name in _CONVERSIONS else None)
 
     # Values of the form a i + b j + c
 
@@ -284,7 +285,18 @@ class Tracer(TorchFunctionMode):
             return (d * c, e * c, f * c) if not (a or b) and type(c) is int else None
         return (a + d, b + e, c + f) if name == "add" else (a - d, b - e, c - f)
 
-    def of_affine(self, affine: tuple[int, int, Any]) -> Value | None:
+    def fits(self, affine: tuple[int, int, Any], dtype: torch.dtype) -> bool:
+        """Returns whether all numbers a i + b j + c are within an integer dtype, for certain."""
+        a, b, c = affine
+        if dtype == torch.int64 or type(c) is not int:
+            return dtype == torch.int64
+        ends = [a * i + b * j for i in (0, self.lengths[ROW]) for j in (0, self.lengths[KEY])]
+        most = torch.iinfo(dtype).max
+        return max(ends) + abs(c) <= most and min(ends) - abs(c) >= -most
+
+    def of_affine(
+        self, affine: tuple[int, int, Any], dtype: torch.dtype = torch.int64
+    ) -> Value | None:
         """Returns the Value of a form (a, b, c).
 
         The form must depend on i alone, on j alone, on i - j alone, or on none of these. Returns
@@ -294,7 +306,7 @@ class Tracer(TorchFunctionMode):
         if a and b and a + b:
             return None
         whole = type(c) is int
-        key = "affine", a, b, c if whole else id(c)
+        key = "affine", a, b, c if whole else id(c), dtype
         found = self.computed.get(key)
         if found is None:
             kind = DISTANCE if a and b else ROW if a else KEY if b else HEAD
@@ -304,9 +316,10 @@ class Tracer(TorchFunctionMode):
 
             def make() -> Tensor:
                 numbers = torch.arange(begin, begin + count * step, step, device=device)
-                return numbers.view(1, 1, -1) if whole else numbers.view(1, 1, -1) + c
+                numbers = numbers.view(1, 1, -1) if whole else numbers.view(1, 1, -1) + c
+                return as_dtype(numbers, dtype)
 
-            found = self.list.value(kind, torch.int64, make, affine=affine)
+            found = self.list.value(kind, dtype, make, affine=affine)
             if whole:
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
@@ -337,6 +350,8 @@ class Tracer(TorchFunctionMode):
         made = all(map(self.is_made, given))
         if target is not None and (values or not made):
             self.fail(f"{name} changes a tensor in place", "compute a new one")
+        if target is not None and self.is_used(target):
+            self.fail(f"{name} changes a tensor that the function has used", "compute a new one")
         if not values or (func in _LIKE and list(values) == [0]):
             result = func(*args, **kwargs)
             if made:
@@ -347,6 +362,12 @@ class Tracer(TorchFunctionMode):
             self.unknown(name)
         self.check_gradients(name, values.values())
         numbers = [x.tensor for x in values.values()]
+        dtype = None  # of the results of a lookup in a table of 16 bits
+        if func in _LOOKUPS and kwargs.get("max_norm") is None:
+            tables = [x for x in (*given, *numbers) if self.wide(x) is not x]
+            dtype = tables[0].dtype if tables else None
+            numbers = list(map(self.wide, numbers))
+            flat = [self.wide(x) if isinstance(x, Tensor) else x for x in flat]
 
         def function(*numbers: Tensor) -> Any:
             leaves = list(flat)
@@ -364,8 +385,8 @@ class Tracer(TorchFunctionMode):
         def back(x: Tensor) -> Tensor:
             for axis in absent:
                 x = x.unsqueeze(axis)
-            value = self.list.value(kind, x.dtype, shape=tuple(x.shape[3:]))
-            value.made = x
+            value = self.list.value(kind, dtype or x.dtype, lambda: x, shape=tuple(x.shape[3:]))
+            value.tensor  # noqa: B018 (now, while gradients are on or off as asked)
             return self.put(value)
 
         ones = [tuple(a for a in range(3) if x.size(a) == 1) for x in numbers]
@@ -374,7 +395,7 @@ class Tracer(TorchFunctionMode):
 
     # Errors
 
-    def fits(self, numbers: Tensor, of: Tensor) -> bool:
+    def keeps(self, numbers: Tensor, of: Tensor) -> bool:
         """Returns whether a conversion kept all numbers.
 
         Returns True under torch.compile and vmap, because numbers cannot be read there.
@@ -424,6 +445,21 @@ class Tracer(TorchFunctionMode):
         raise RuntimeError(f"torch_attn.flex_attention: {what}{where}{hint and f'; {hint}'}")
 
 
+@functools.cache
+def _zero_by_zero(divide: Any) -> Any:
+    """Makes a division of whole numbers 0 where the divisor is 0, as it is for values of the pair.
+
+    So `torch.where(n > 0, i % n, 0)` works.
+    """
+
+    @functools.wraps(divide)
+    def guarded(x: Any, y: Tensor, **named: Any) -> Tensor:
+        is_zero = y == 0
+        return divide(x, y.masked_fill(is_zero, 1), **named).masked_fill(is_zero, 0)  # type: ignore[no-any-return]
+
+    return guarded
+
+
 def _key(x: Any) -> Any:
     return x.serial if type(x) is Value else (type(x), str(x))
 
@@ -450,6 +486,7 @@ def _named(holders: Iterable[Any], names: str) -> frozenset[Any]:
 
 
 _AFFINE = frozenset(("add", "sub", "neg", "mul"))
+_DIVISIONS = frozenset(("floor_divide", "remainder", "fmod"))
 _CONVERSIONS = frozenset(("to", "long", "int", "type"))
 _COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
 _HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
@@ -506,6 +543,8 @@ _LIKE = _named(
     _HOLDERS,
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",
 )
+# Functions that read some numbers of a tensor, chosen by whole numbers.
+_LOOKUPS = _named(_HOLDERS, "index_select gather take take_along_dim embedding")
 _READS = _named(
     _HOLDERS,
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __iter__ "

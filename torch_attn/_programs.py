@@ -114,6 +114,7 @@ def trace(
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     tracer = Tracer((batch, heads, queries, keys), compute, torch.device(device))
+    tracer.dtypes = dtype, compute
     results = []
     kind = tracer.device.type
     cast = torch.is_autocast_enabled(kind)
@@ -122,11 +123,12 @@ def trace(
             score = tracer.list.value(PAIR, compute, node=tracer.list.add("f", "score"))
             results.append(tracer.run("score_mod", score_mod, [score, *tracer.indices], "f"))
         if mask_mod is not None:
-            tracer.tracking, tracer.in_mask = False, True
+            tracer.tracking, tracer.list.in_mask = False, True
             with torch.no_grad():
                 results.append(tracer.run("mask_mod", mask_mod, tracer.indices, "b"))
     writer = write.__wrapped__ if tracer.list.compiling else write
-    texts, counts, read = writer(tuple(tracer.list.nodes), tuple(results))
+    wide = frozenset(tracer.list.wide)
+    texts, counts, read = writer(tuple(tracer.list.nodes), tuple(results), wide)
     if max(counts, default=0) > MOST_OPERATIONS:
         tracer.fail(f"{max(counts)} operations of the pair; at most {MOST_OPERATIONS}")
     columns: dict[str, list[Tensor]] = {}
@@ -215,10 +217,6 @@ def _stack(tracer: Tracer, name: str, leaves: list[Tensor]) -> Tensor:
     B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
     whole = [x if x.shape == (B, H, length) else x.expand(B, H, length) for x in leaves]
     columns = torch.stack(whole, -2) if len(whole) > 1 else whole[0].contiguous().unsqueeze(-2)
-    if columns.dtype == torch.int64:
-        wide, columns = columns, columns.to(torch.int32)
-        if not tracer.fits(columns, wide):
-            tracer.fail("a captured whole number is beyond 32 bits", "number the values anew")
     return columns.transpose(-1, -2)
 
 

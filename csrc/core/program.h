@@ -29,6 +29,12 @@ enum class Op : uint8_t {
   log1p,
   tanh,  // z * tanh(x * y); y and z are the same for all pairs
   floor,
+  floor_divide,  // as PyTorch's, to the bit: from the exact remainder
+  remainder,     // likewise; has the sign of the divisor
+  // rounded to a narrower dtype
+  to_float32,
+  to_float16,
+  to_bfloat16,
   times,  // x * y, but 0 if x is 0, whatever y is
   fma,    // x * y + z
   fms,    // x * y - z
@@ -39,8 +45,8 @@ enum class Op : uint8_t {
   mul_whole,
   minimum_whole,
   maximum_whole,
-  floor_divide,  // rounds down; by 0: 0
-  remainder,     // has the sign of the divisor; by 0: 0
+  floor_divide_whole,  // rounds down; by 0: 0
+  remainder_whole,     // has the sign of the divisor; by 0: 0
   // bitwise, on whole numbers or booleans
   bit_and,
   bit_or,
@@ -66,7 +72,7 @@ enum class Op : uint8_t {
 // What a list reads.
 enum class Leaf : uint8_t {
   number,        // a constant
-  whole_number,  // likewise, or a boolean: -1 or 0
+  whole_number,  // likewise, or a boolean
   scale,         // Problem::scale
   score,         // scale * product; lists contain `scale` and `product` instead of this leaf
   product,       // <q, k> of the pair; in lists of derivatives, the value that `keeping` stored
@@ -95,6 +101,7 @@ struct LeafOfList {
   Leaf leaf = Leaf::number;
   int column = 0;           // the column of the tensor in PairProgram::terms
   double number = 0;        // a constant
+  int64_t whole = 0;        // likewise, of type i; of a boolean -1 or 0
   bool only_index = false;  // whether operations read it only as the index of a table
 };
 
@@ -133,6 +140,7 @@ struct List {
   // step reads the result of the step before. No other step reads these values, or writes to their slots. Each step
   // computes x + z, x - z, x * y + z or x * y - z, where y is uniform, or adds x * y to a lookup.
   int in_product;
+  bool is_wide;  // whether whole numbers need 64 bits; else they need 32
 };
 constexpr int kMostInProduct = 4;
 
@@ -211,6 +219,9 @@ constexpr int32_t kNoPair = -1, kAllPairs = -2;
 constexpr uint8_t kHiddenBlock = 0, kPartialBlock = 1, kFullBlock = 2;
 struct PairMask {
   const List* list = nullptr;  // null: all pairs of partial blocks are visible
+  // What the list reads. If the list is wide, it is evaluated in float64, with whole numbers of 64 bits, whatever the
+  // dtype of the call is. Its terms and tables are then float64.
+  const PairProgram* program = nullptr;
   Terms blocks;                // uint8 [batch, heads, blocks of queries, blocks of keys]; null data: all are partial
   int64_t block_rows = 0, block_keys = 0;
   int64_t entries = 1, heads = 1;  // the numbers of different entries and heads

@@ -231,6 +231,19 @@ void ProblemBuilder::add_program(const Call& call) {
     if (terms.entry != 0) pair_mask_.entries = problem_.batch;
     if (terms.head != 0) pair_mask_.heads = problem_.heads;
   };
+  pair_mask_.program = &program_;
+  if (mask_ && mask_->is_wide && query_.scalar_type() != at::kDouble) {
+    const auto wide = [](const std::optional<at::Tensor>& t) { return t ? std::optional(t->to(at::kDouble)) : t; };
+    mask_program_ = program_;
+    for (const auto& [leaf, t] : {std::pair(Leaf::row_term, &call.row_terms), std::pair(Leaf::key_term, &call.key_terms),
+                                  std::pair(Leaf::distance_term, &call.distance_terms)}) {
+      const int kind = static_cast<int>(leaf) - static_cast<int>(Leaf::row_term);
+      if (mask_->columns[kind] > 0) mask_program_.terms[kind] = terms_of(wide(*t));
+    }
+    for (int t = 0; t < kMostTables; ++t)
+      if (mask_->tables[t] >= 0) mask_program_.tables[t].numbers = terms_of(with_whole_rows(wide(*tables_of(call)[t])));
+    pair_mask_.program = &mask_program_;
+  }
   if (mask_) {
     pair_mask_.list = &mask_->list;
     for (int t = 0; t < kMostTables; ++t)
@@ -262,7 +275,7 @@ bool ProblemBuilder::is_window(const Call& call) {
   for (int i = 0; i < list.leaf_count; ++i) {
     const LeafOfList& leaf = list.leaves[i];
     if (leaf.leaf == Leaf::distance_number) column = leaf.column;
-    if (leaf.leaf != Leaf::distance_number && (leaf.leaf != Leaf::whole_number || leaf.number != 0)) return false;
+    if (leaf.leaf != Leaf::distance_number && (leaf.leaf != Leaf::whole_number || leaf.whole != 0)) return false;
   }
   const Terms& t = program_.terms[static_cast<int>(Leaf::distance_number) - static_cast<int>(Leaf::row_term)];
   if (column < 0 || t.entry != 0 || t.head != 0 || !query_.is_cpu()) return false;
@@ -316,7 +329,7 @@ Terms ProblemBuilder::terms_of(const std::optional<at::Tensor>& tensor) {
   c10::DimVector sizes(is_shared ? c10::DimVector{1} : batch_size_);
   sizes.append(terms.sizes().end() - 3, terms.sizes().end());
   if (!is_shared) terms = terms.expand(sizes);
-  terms = terms.reshape({-1, terms.size(-3), terms.size(-2), terms.size(-1)});
+  terms = terms.flatten(0, -4);  // reshape() with -1 refuses tensors without numbers
   contiguous_.push_back(terms);
   const auto stride = [&](int64_t d) { return terms.size(d) == 1 ? 0 : terms.stride(d); };
   return {terms.const_data_ptr(), is_shared ? 0 : stride(0), stride(1), stride(2), terms.stride(3)};

@@ -1,164 +1,27 @@
 #include "operators/program.h"
 
 #include <c10/util/Exception.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <charconv>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <memory>
+#include <mutex>
 #include <sstream>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
+
+#include "operators/program_schedule.h"
 
 namespace attn {
 namespace {
 
 constexpr int kMostOperations = 64, kMostColumns = 16, kMostLines = 512;
-constexpr int kNone = -1;
-
-// A value of a list under construction. Equal values are stored once.
-struct Value {
-  Op op = Op::leaf;
-  char type = 'f';
-  std::array<int, 3> from = {kNone, kNone, kNone};
-  LeafOfList leaf = {Leaf::number};
-  bool is_uniform = false;  // the same for all pairs
-
-  auto key() const {
-    uint64_t bits;
-    std::memcpy(&bits, &leaf.number, sizeof bits);
-    return std::tuple(op, type, from, leaf.leaf, leaf.column, bits);
-  }
-};
-
-class Graph {
- public:
-  int leaf(char type, LeafOfList leaf) { return put({.type = type, .leaf = leaf}); }
-  int number(double x) { return leaf('f', {Leaf::number, 0, x}); }
-  int whole(double x) { return leaf('i', {Leaf::whole_number, 0, x}); }
-  int lookup(Op op, int index, int table) { return put({op, 'f', {index, kNone, kNone}, {Leaf::number, table}}); }
-  int boolean(bool x) { return leaf('b', {Leaf::whole_number, 0, x ? -1.0 : 0.0}); }
-
-  const Value& operator[](int n) const { return values_[n]; }
-  int size() const { return static_cast<int>(values_.size()); }
-  bool is_number(int n, double x) const {
-    return values_[n].leaf.leaf == Leaf::number && is_leaf(n) && number_of(n) == x;
-  }
-  bool is_leaf(int n) const { return values_[n].op == Op::leaf; }
-  // Whether value n is the same for all pairs.
-  bool is_uniform(int n) const { return values_[n].is_uniform; }
-  // Whether value n depends on the leaf by a path that does not pass through value `cut`.
-  bool reads(int n, Leaf leaf, int cut = kNone) const {
-    std::vector<bool> needed(n + 1);
-    needed[n] = true;
-    for (; n >= 0; --n) {
-      const Value& v = values_[n];
-      if (!needed[n] || n == cut) continue;
-      if (v.op == Op::leaf && v.leaf.leaf == leaf) return true;
-      for (const int operand : v.from)
-        if (operand != kNone) needed[operand] = true;
-    }
-    return false;
-  }
-  // Builds value n again, with replacements for some of the values that n depends on. `built` maps each replaced value
-  // to its replacement, and gets an entry for every value that this function builds.
-  int rebuilt(int n, std::unordered_map<int, int>& built) {
-    if (const auto found = built.find(n); found != built.end()) return found->second;
-    if (is_leaf(n)) return n;
-    Value v = values_[n];
-    for (int& operand : v.from)
-      if (operand != kNone) operand = rebuilt(operand, built);
-    if (v.op == Op::lookup || v.op == Op::lookup_tangent) return built[n] = put(v);
-    return built[n] = add(v.op, v.from[0], v.from[1], v.from[2], v.type);
-  }
-
-  // Adds an operation whose result has `type`. Simplifies the operation if the result then differs by at most a
-  // rounding error. Moves factors that are the same for all pairs out of sums and products, so that these factors merge
-  // into one.
-  int add(Op op, int a, int b = kNone, int c = kNone, char type = 'f') {
-    switch (op) {
-      case Op::add:
-        if (is_number(a, 0)) return b;
-        if (is_number(b, 0)) return a;
-        break;
-      case Op::sub:
-        if (is_number(b, 0)) return a;
-        break;
-      case Op::mul:
-      case Op::times:
-        if (is_number(a, 1)) return b;
-        if (is_number(b, 1)) return a;
-        if (is_number(a, -1)) return add(Op::neg, b);
-        if (is_number(b, -1)) return add(Op::neg, a);
-        if (op == Op::times && (is_number(a, 0) || is_number(b, 0))) return number(0);
-        if (is_number(a) && is_number(b)) return number(number_of(a) * number_of(b));
-        if (is_uniform(a) && is_uniform(b)) break;
-        if (is_uniform(a)) return add(Op::mul, b, a);
-        if (is_uniform(b)) {
-          if (has_factor(a)) {
-            const Value product = values_[a];
-            return add(Op::mul, product.from[0], add(Op::mul, product.from[1], b));
-          }
-          if (op == Op::times) return add(Op::mul, a, b);
-          break;
-        }
-        if (has_factor(a)) return with_factor(op, values_[a].from[0], b, values_[a].from[1]);
-        if (has_factor(b)) return with_factor(op, a, values_[b].from[0], values_[b].from[1]);
-        break;
-      case Op::div:
-        if (is_number(b, 1)) return a;
-        if (is_number(a) && is_number(b)) return number(number_of(a) / number_of(b));
-        if (has_factor(a) && is_uniform(b)) {
-          const Value product = values_[a];
-          return add(Op::mul, product.from[0], add(Op::div, product.from[1], b));
-        }
-        break;
-      case Op::neg:
-        if (values_[a].op == Op::neg) return values_[a].from[0];
-        if (is_number(a)) return number(-number_of(a));
-        if (has_factor(a)) {
-          const Value product = values_[a];
-          return add(Op::mul, product.from[0], add(Op::neg, product.from[1]));
-        }
-        break;
-      case Op::where:
-        if (b == c) return b;
-        break;
-      default:
-        break;
-    }
-    return put({op, type, {a, b, c}});
-  }
-
- private:
-  double number_of(int n) const { return values_[n].leaf.number; }
-  bool is_number(int n) const { return is_leaf(n) && values_[n].leaf.leaf == Leaf::number; }
-  // Whether value n is a product of a factor that differs between pairs and a second factor that is the same for all
-  // pairs.
-  bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_uniform(values_[n].from[1]); }
-  int with_factor(Op op, int a, int b, int factor) { return add(Op::mul, add(op, a, b), factor); }
-
-  int put(const Value& value) {
-    const auto [found, is_new] = numbers_.try_emplace(value.key(), size());
-    if (is_new) {
-      values_.push_back(value);
-      values_.back().is_uniform =
-          value.op == Op::leaf ? value.leaf.leaf <= Leaf::scale : std::ranges::all_of(value.from, [&](int operand) {
-            return operand == kNone || values_[operand].is_uniform;
-          });
-    }
-    return found->second;
-  }
-
-  std::vector<Value> values_;
-  std::map<decltype(Value().key()), int> numbers_;
-};
 
 // ---------------------------------------------------------------------------------------------------------------
 // Derivatives
@@ -166,7 +29,7 @@ class Graph {
 // Returns the partial derivative of value n with respect to its operand number i, or kNone if the derivative is always
 // 0.
 int partial(Graph& g, int n, int i) {
-  const Value v = g[n];
+  const Graph::Value v = g[n];
   const auto [a, b, c] = v.from;
   const auto choose = [&](int condition, int x, int y) { return g.add(Op::where, condition, x, y); };
   const auto less = [&](int x, int y) { return g.add(Op::lt, x, y, kNone, 'b'); };
@@ -209,14 +72,21 @@ int partial(Graph& g, int n, int i) {
       return g.add(Op::div, number(1), g.add(Op::add, number(1), a));
     case Op::tanh:
       return g.add(Op::sub, number(1), g.add(Op::mul, n, n));
-    default:  // floor, and conversions to and from whole numbers
+    case Op::remainder:
+      return i == 0 ? number(1) : g.add(Op::neg, g.add(Op::floor_divide, a, b));
+    case Op::to_float32:
+    case Op::to_float16:
+    case Op::to_bfloat16:
+      return number(1);
+    default:  // floor, floor_divide, and conversions to and from whole numbers
       return kNone;
   }
 }
 
-// x + y, where kNone stands for 0.
+// x + y, where kNone stands for 0. The sign of a zero does not matter in a derivative.
 int sum(Graph& g, int x, int y) {
-  if (x == kNone || y == kNone) return x == kNone ? y : x;
+  if (x == kNone || (y != kNone && g.is_number(x, 0))) return y;
+  if (y == kNone || g.is_number(y, 0)) return x;
   return g.add(Op::add, x, y);
 }
 int zero_if_none(Graph& g, int n) { return n == kNone ? g.number(0) : n; }
@@ -230,7 +100,7 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
   adjoints[result] = grad;
   for (int n = result; n >= 0; --n) {
     if (adjoints[n] == kNone || g.is_leaf(n) || g[n].op == Op::lookup) continue;
-    const Value v = g[n];
+    const Graph::Value v = g[n];
     for (int i = 0; i < 3; ++i) {
       const int operand = v.from[i];
       if (!is_differentiable(g, operand)) continue;
@@ -251,7 +121,7 @@ std::vector<int> reverse(Graph& g, int result, int grad) {
 // of the leaves into `tangents`. This function inserts every derivative that it finds.
 int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
   if (const auto found = tangents.find(n); found != tangents.end()) return found->second;
-  const Value v = g[n];
+  const Graph::Value v = g[n];
   int total = kNone;
   if (v.op == Op::lookup) {
     total = g.lookup(Op::lookup_tangent, v.from[0], v.leaf.column);
@@ -273,165 +143,6 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
     }
   }
   return tangents[n] = total;
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// Lists
-
-struct OwnList {
-  std::vector<Step> steps;
-  std::vector<LeafOfList> leaves;
-  std::vector<ResultOfList> results;
-  int slots = 0, uniform_slots = 0, lookups = 0, in_product = 0;
-
-  List view() const {
-    const auto reads = [&](Leaf one, Leaf other) {
-      return std::ranges::any_of(leaves, [&](const LeafOfList& l) { return l.leaf == one || l.leaf == other; });
-    };
-    return {steps.data(),
-            static_cast<int>(steps.size()),
-            leaves.data(),
-            static_cast<int>(leaves.size()),
-            results.data(),
-            static_cast<int>(results.size()),
-            slots,
-            uniform_slots,
-            lookups,
-            reads(Leaf::pair_term, Leaf::pair_tangent),
-            reads(Leaf::product, Leaf::product),
-            in_product};
-  }
-};
-
-struct Result {
-  int value;
-  LeafOfList of = {Leaf::number};
-  int index = kNone;  // the value that is the index into table `of.column`
-};
-// Returns the operations that `results` need, in order. A slot is reused when no later operation reads its value.
-OwnList list_of(Graph& g, const std::vector<Result>& results) {
-  const int one = g.number(1), nothing = g.number(-0.0), product = g.leaf('f', {Leaf::product});
-  std::vector<Value> values;
-  for (int n = 0; n < g.size(); ++n) {
-    values.push_back(g[n]);
-    if (g[n].op == Op::lookup || g[n].op == Op::lookup_tangent) values.back().from = {g[n].from[0], one, nothing};
-  }
-  std::vector<int> uses(g.size());
-  for (const auto& [n, _, index] : results) {
-    ++uses[n];
-    if (index != kNone) ++uses[index];
-  }
-  for (int n = g.size() - 1; n >= 0; --n)
-    if (uses[n] > 0)
-      for (const int operand : values[n].from)
-        if (operand != kNone) ++uses[operand];
-  // Fuses two operations into one if the second operation is the only one that reads the result of the first:
-  // - lookup: a number of a table, plus a value or a product
-  // - fma, fms, fnma: a product plus a value, a product minus a value, a value minus a product
-  // - tanh: z * tanh(x * y), if y and z are the same for all pairs
-  const auto only_use_of = [&](int n, Op op) { return g[n].op == op && values[n].op == op && uses[n] == 1; };
-  for (int n = 0; n < g.size(); ++n) {
-    Value& v = values[n];
-    if (uses[n] == 0) continue;
-    for (const int i : {0, 1}) {
-      if (v.op != Op::add) break;
-      const int found = v.from[i], other = v.from[1 - i];
-      if ((!only_use_of(found, Op::lookup) && !only_use_of(found, Op::lookup_tangent)) || found == other) continue;
-      v = values[found];  // a lookup, to which the other operand is added
-      v.from[2] = other;
-      uses[found] = 0;
-      --uses[nothing];
-      if (!only_use_of(other, Op::mul)) continue;
-      v.from = {v.from[0], g[other].from[0], g[other].from[1]};
-      uses[other] = 0;
-      --uses[one];
-    }
-    for (const int i : {0, 1}) {
-      if ((v.op != Op::add && v.op != Op::sub) || g.is_uniform(n)) break;
-      const int product = v.from[i], other = v.from[1 - i];
-      if (!only_use_of(product, Op::mul) || product == other) continue;
-      const Op op = v.op == Op::add ? Op::fma : i == 0 ? Op::fms : Op::fnma;
-      v = {op, 'f', {g[product].from[0], g[product].from[1], other}};
-      uses[product] = 0;
-      break;
-    }
-    if (v.op == Op::tanh) {
-      const int x = v.from[0];
-      const bool has_factor = only_use_of(x, Op::mul) && g.is_uniform(g[x].from[1]);
-      v.from = {has_factor ? g[x].from[0] : x, has_factor ? g[x].from[1] : one, one};
-      if (has_factor) uses[x] = 0;
-      uses[one] += has_factor ? 1 : 2;
-    } else if (v.op == Op::mul && only_use_of(v.from[0], Op::tanh) && g.is_uniform(v.from[1])) {
-      const int inner = v.from[0];
-      v = {Op::tanh, 'f', {values[inner].from[0], values[inner].from[1], v.from[1]}};
-      uses[inner] = 0;
-      --uses[one];
-    }
-  }
-  OwnList list;
-  // Whether products may do step number n (List::in_product). `before` is the product, or the step before.
-  const auto fits_product = [&](int n, int before) {
-    Value& v = values[n];
-    const bool looks_up = v.op == Op::lookup, multiplies = looks_up || v.op == Op::fma || v.op == Op::fms;
-    if (v.op == Op::add && v.from[1] == before) std::swap(v.from[0], v.from[1]);
-    if (looks_up && v.from[2] == before) std::swap(v.from[1], v.from[2]);
-    const int x = looks_up ? 1 : 0;
-    if (uses[before] != 1 || v.from[x] != before || (multiplies && !g.is_uniform(v.from[x + 1]))) return false;
-    return multiplies || v.op == Op::add || v.op == Op::sub;
-  };
-  int before = product;
-  std::vector<int16_t> place(g.size());
-  std::vector<int16_t> free;
-  for (int n = 0; n < g.size(); ++n)
-    if (uses[n] > 0 && values[n].op == Op::leaf) {
-      place[n] = static_cast<int16_t>(-1 - static_cast<int>(list.leaves.size()));
-      list.leaves.push_back(values[n].leaf);
-    }
-  for (const bool uniform : {true, false}) {
-    for (int n = 0; n < g.size(); ++n) {
-      const Value& v = values[n];
-      if (uses[n] == 0 || v.op == Op::leaf || g.is_uniform(n) != uniform) continue;
-      if (!uniform && before != kNone) {
-        const bool fits = list.in_product < kMostInProduct && fits_product(n, before);
-        ++uses[before];  // so that its slot is never free: see Evaluation::slot()
-        before = fits ? n : kNone;
-        list.in_product += fits;
-      }
-      Step step{v.op, 0, {}};
-      if (v.op == Op::lookup || v.op == Op::lookup_tangent) {
-        step.table = static_cast<int8_t>(v.leaf.column);
-        step.lookup = static_cast<int8_t>(list.lookups++);
-      }
-      for (int i = 0; i < 3; ++i) {
-        const int operand = v.from[i];
-        if (operand == kNone) continue;
-        step.from[i] = place[operand];
-        if (--uses[operand] == 0 && place[operand] >= list.uniform_slots && !uniform) free.push_back(place[operand]);
-      }
-      if (uniform || free.empty()) free.push_back(static_cast<int16_t>(list.slots++));
-      step.to = place[n] = free.back();
-      free.pop_back();
-      list.steps.push_back(step);
-    }
-    if (uniform) list.uniform_slots = list.slots;
-  }
-  for (const auto& [n, of, index] : results) {
-    list.results.push_back({place[n], of});
-    if (index == kNone) continue;
-    list.results.back().table = static_cast<int8_t>(of.column);
-    list.results.back().index = place[index];
-  }
-  for (size_t i = 0; i < list.leaves.size(); ++i) {
-    const auto is_leaf = [&](int16_t from) { return from == -1 - static_cast<int16_t>(i); };
-    const auto reads_otherwise = [&](const Step& step) {
-      const bool looks_up = step.op == Op::lookup || step.op == Op::lookup_tangent;
-      return (is_leaf(step.from[0]) && !looks_up) || is_leaf(step.from[1]) || is_leaf(step.from[2]);
-    };
-    list.leaves[i].only_index =
-        std::ranges::none_of(list.steps, reads_otherwise) &&
-        std::ranges::none_of(list.results, [&](const ResultOfList& r) { return is_leaf(r.from); });
-  }
-  return list;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -460,13 +171,18 @@ constexpr Operation kOperations[] = {
     {"log1p", 'f', "f", Op::log1p},
     {"tanh", 'f', "f", Op::tanh},
     {"floor", 'f', "f", Op::floor},
+    {"floor_divide", 'f', "ff", Op::floor_divide},
+    {"remainder", 'f', "ff", Op::remainder},
+    {"float32", 'f', "f", Op::to_float32},
+    {"float16", 'f', "f", Op::to_float16},
+    {"bfloat16", 'f', "f", Op::to_bfloat16},
     {"add", 'i', "ii", Op::add_whole},
     {"sub", 'i', "ii", Op::sub_whole},
     {"mul", 'i', "ii", Op::mul_whole},
     {"minimum", 'i', "ii", Op::minimum_whole},
     {"maximum", 'i', "ii", Op::maximum_whole},
-    {"floor_divide", 'i', "ii", Op::floor_divide},
-    {"remainder", 'i', "ii", Op::remainder},
+    {"floor_divide", 'i', "ii", Op::floor_divide_whole},
+    {"remainder", 'i', "ii", Op::remainder_whole},
     {"and", 'i', "ii", Op::bit_and},
     {"or", 'i', "ii", Op::bit_or},
     {"xor", 'i', "ii", Op::bit_xor},
@@ -497,7 +213,8 @@ class Reader {
   // Returns the value that the string returns.
   int read(Graph& g, char type, Compiled& compiled) {
     next_line();
-    check(line_ == "attn.program 1", "it must be \"attn.program 1\"");
+    compiled.is_wide = line_ == "attn.program 1 wide";
+    check(compiled.is_wide || line_ == "attn.program 1", "it must be \"attn.program 1\" or \"attn.program 1 wide\"");
     std::vector<int> values;
     while (true) {
       next_line();
@@ -559,13 +276,13 @@ class Reader {
 
   int value(Graph& g, char type, const std::string& name, std::istringstream& words, const std::vector<int>& values,
             Compiled& compiled) {
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    const int64_t most = compiled.is_wide ? std::numeric_limits<int64_t>::max() : std::numeric_limits<int32_t>::max();
     if (name == "score") {
       check(type == 'f' && std::strcmp(name_, "score_mod") == 0, "the score is a number, and only score_mod has one");
       return g.leaf('f', {Leaf::score});
     }
     if (name == "const") {
-      if (type == 'i') return g.whole(static_cast<double>(integer(words, -kMost - 1, kMost)));
+      if (type == 'i') return g.whole(integer(words, -most - 1, most));
       if (type == 'b') return g.boolean(integer(words, 0, 1));
       std::string word;
       words >> word;
@@ -651,6 +368,7 @@ class Reader {
 
 struct OwnCompiled : Compiled {
   std::vector<std::unique_ptr<OwnList>> own;
+  std::vector<std::string> applied;
 };
 
 // Looks for a value such that every result depends on the score only through this value. No result then needs the score
@@ -666,9 +384,9 @@ int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   return kNone;
 }
 
-std::shared_ptr<const Compiled> read(const char* op, const char* name, const std::string& text) {
+std::shared_ptr<const OwnCompiled> read(const char* op, const char* name, const std::string& text, bool rewrites) {
   auto compiled = std::make_shared<OwnCompiled>();
-  Graph g;
+  Graph g(rewrites);
   const bool is_score = std::strcmp(name, "score_mod") == 0;
   const int result = Reader(op, name, text).read(g, is_score ? 'f' : 'b', *compiled);
   const int values = g.size();
@@ -682,7 +400,7 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
       r.value = g.rebuilt(r.value, built);
       if (r.index != kNone) r.index = g.rebuilt(r.index, built);
     }
-    compiled->own.push_back(std::make_unique<OwnList>(list_of(g, results)));
+    compiled->own.push_back(std::make_unique<OwnList>(schedule(g, results, compiled->is_wide)));
     view = compiled->own.back()->view();
   };
   take(compiled->list, {{result}});
@@ -721,21 +439,35 @@ std::shared_ptr<const Compiled> read(const char* op, const char* name, const std
   take(compiled->gradient, gradients, kept);
   take(compiled->tangent, along, kept);
   take(compiled->tangent_gradient, gradients_along, kept);
+  compiled->applied.assign(g.applied().begin(), g.applied().end());
   return compiled;
 }
+
+// Tests compare lists with and without rewrites.
+std::atomic<bool> rewrites_lists{true};
 
 }  // namespace
 
 std::shared_ptr<const Compiled> compile(const char* op, const char* name, const std::string& text) {
   static std::mutex mutex;
-  static std::map<std::pair<std::string, std::string>, std::shared_ptr<const Compiled>> cache;
+  static std::map<std::tuple<std::string, std::string, bool>, std::shared_ptr<const Compiled>> cache;
   constexpr size_t kMost = 256;
-  const std::pair key(std::string(name), text);
+  const std::tuple key(std::string(name), text, rewrites_lists.load());
   std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = cache.find(key); found != cache.end()) return found->second;
-  auto compiled = read(op, name, text);  // before the cache changes, because it may throw
+  auto compiled = read(op, name, text, std::get<2>(key));  // before the cache changes, because it may throw
   if (cache.size() == kMost) cache.clear();
   return cache[key] = std::move(compiled);
+}
+
+TORCH_LIBRARY_IMPL(attn, CompositeExplicitAutograd, m) {
+  m.impl("_rewrite_programs", [](bool rewrites) { rewrites_lists = rewrites; });
+  m.impl("_rewrites_of", [](const std::string& score_mod) {
+    if (!score_mod.empty()) return read("attn::_rewrites_of", "score_mod", score_mod, /*rewrites=*/true)->applied;
+    std::vector<std::string> names(std::begin(kFusions), std::end(kFusions));
+    for (const Rewrite& rewrite : kRewrites) names.push_back(rewrite.name);
+    return names;
+  });
 }
 
 }  // namespace attn

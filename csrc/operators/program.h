@@ -1,8 +1,8 @@
 // Reads, checks and differentiates the strings that describe a score_mod or a mask_mod.
 //
 // A string has a line for each value, "%3 f add %1 %2": its number, its type (f: a number, i: a whole number, b: a
-// boolean), the operation and its operands, which are earlier values. The string begins with "attn.program 1" and ends
-// with "return %3". torch_attn/_programs.py writes such strings, and docs/flex.md lists the operations.
+// boolean), the operation and its operands, which are earlier values. The string begins with "attn.program 1", or with
+// "attn.program 1 wide" if its whole numbers need 64 bits, and ends with "return %3". torch_attn/_programs.py writes such strings, and docs/flex.md lists the operations.
 //
 // The code differentiates a list of operations, not the loop that evaluates the list. The only rules that it needs are
 // the partial derivatives of each operation. Let the list compute s = f(z, terms). The reverse sweep makes a list that
@@ -28,6 +28,7 @@ class Compiled {
   List tangent_gradient{};
   int columns[kTermKinds] = {};                   // the least number of columns of each tensor of leaves
   int8_t tables[kMostTables] = {-1, -1, -1, -1};  // the TableOf of each table; -1: not read
+  bool is_wide = false;                           // whether whole numbers need 64 bits
 };
 
 // Reads the string of argument `name`, "score_mod" or "mask_mod". Throws c10::Error if the string is not valid. The

@@ -138,6 +138,11 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
+  // For tests: whether functions of the pair are simplified (program_graph.h), and the names of the rules that change a
+  // score_mod. For an empty string, the names of all rules.
+  m.def("_rewrite_programs(bool rewrites) -> ()");
+  m.def("_rewrites_of(str score_mod) -> str[]");
+
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
   define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});

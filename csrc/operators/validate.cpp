@@ -194,6 +194,9 @@ void check_program(const Shape& shape, const Call& call) {
   for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
     if (!*text) continue;
     const auto compiled = compile(shape.op, name, **text);
+    TORCH_CHECK(!compiled->is_wide || text == &call.mask_mod || compute_dtype(call.query) == at::kDouble, shape.op,
+                ": score_mod needs whole numbers of 64 bits, which it has beside a query of float64 alone; query has ",
+                "dtype ", call.query.scalar_type());
     for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
     for (int t = 0; t < kMostTables; ++t) {
       const int8_t of = compiled->tables[t];

@@ -100,14 +100,17 @@ struct KernelTable {
   static const OnePassKernels<WeightsParams>* weights(const WeightsParams& p) {
     return chosen(p, []<class F>(F) { return &kOnePass<WeightsParams, Weights<F>>; });
   }
+  static bool in_float64(const Problem& p, const PairMask& m) {
+    return p.query.dtype == DType::f64 || (m.list && m.list->is_wide);
+  }
   static void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, char* workspace) {
-    if (p.query.dtype == DType::f64)
+    if (in_float64(p, m))
       ATTN_ISA::look_at_pairs<double>(p, m, task, wants_bits, reinterpret_cast<double*>(workspace));
     else
       ATTN_ISA::look_at_pairs<float>(p, m, task, wants_bits, reinterpret_cast<float*>(workspace));
   }
   static int64_t pair_workspace(const Problem& p, const PairMask& m) {
-    return p.query.dtype == DType::f64 ? room_of_mask<double>(m.list) : room_of_mask<float>(m.list);
+    return in_float64(p, m) ? room_of_mask<double>(m.list) : room_of_mask<float>(m.list);
   }
   static constexpr Kernels table = {Formats::falls_back_to,
                                     look_at_mask,

@@ -85,7 +85,8 @@ ATTN_INLINE Vec<Int<T> > lane_numbers() {
   return numbers;
 }
 
-// absolute() returns |x|. with_sign() returns x, which must not be negative, with the sign of `of`.
+// absolute() returns |x|. with_sign() returns x, which must not be negative, with the sign of `of`. with_sign_changed()
+// returns -x where `by` is negative, and elsewhere x.
 template <class T>
 constexpr UInt<T> kSignBit = UInt<T>{1} << (8 * sizeof(T) - 1);
 template <class T>
@@ -95,6 +96,11 @@ ATTN_INLINE Vec<T> absolute(Vec<T> x) {
 template <class T>
 ATTN_INLINE Vec<T> with_sign(Vec<T> x, Vec<T> of) {
   return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) | (bit_cast<Vec<UInt<T> > >(of) & kSignBit<T>));
+}
+
+template <class T>
+ATTN_INLINE Vec<T> with_sign_changed(Vec<T> x, Vec<T> by) {
+  return bit_cast<Vec<T> >(bit_cast<Vec<UInt<T> > >(x) ^ (bit_cast<Vec<UInt<T> > >(by) & kSignBit<T>));
 }
 
 // Returns the larger number, lane by lane. Where `x` is NaN, returns `best`.

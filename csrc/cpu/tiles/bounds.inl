@@ -12,7 +12,8 @@ struct Between {
   int64_t least, most;
   bool is_one() const { return least == most; }
 };
-constexpr Between kAnything = {-(int64_t{1} << 40), int64_t{1} << 40}, kEither = {-1, 0};
+constexpr int64_t kMostWhole = ~(uint64_t{1} << 63);
+constexpr Between kAnything = {-kMostWhole - 1, kMostWhole}, kEither = {-1, 0};
 
 inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head, Range rows,
                       Range keys) {
@@ -28,7 +29,7 @@ inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_
   };
   switch (leaf.leaf) {
     case Leaf::whole_number:
-      return {static_cast<int64_t>(leaf.number), static_cast<int64_t>(leaf.number)};
+      return {leaf.whole, leaf.whole};
     case Leaf::query:
       return {rows.first, rows.last - 1};
     case Leaf::key:
@@ -44,19 +45,25 @@ inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_
   }
 }
 
-inline Between bounds(Op op, Between x, Between y, Between z) {
+inline Between bounds(Op op, Between x, Between y, Between z, bool is_wide) {
   const auto is = [](bool always, bool never) { return always ? Between{-1, -1} : never ? Between{0, 0} : kEither; };
-  // Results beyond 32 bits may have wrapped around.
-  const auto whole = [](int64_t least, int64_t most) {
-    return least >= -(int64_t{1} << 31) && most < int64_t{1} << 31 ? Between{least, most} : kAnything;
+  // Results beyond 32 bits, or beyond 64 if the list is wide, may have wrapped around.
+  const auto whole = [=](bool wraps, int64_t least, int64_t most) {
+    const int64_t end = is_wide ? kMostWhole : (int64_t{1} << 31) - 1;
+    return !wraps && least >= -end - 1 && most <= end ? Between{least, most} : kAnything;
   };
+  int64_t least = 0, most = 0;
   const bool are_equal = x.is_one() && y.is_one() && x.least == y.least, differ = x.most < y.least || y.most < x.least;
   const bool are_booleans = smaller(x.least, y.least) >= -1 && larger(x.most, y.most) <= 0;
   switch (op) {
-    case Op::add_whole:
-      return whole(x.least + y.least, x.most + y.most);
-    case Op::sub_whole:
-      return whole(x.least - y.most, x.most - y.least);
+    case Op::add_whole: {
+      const bool wraps = __builtin_add_overflow(x.least, y.least, &least) | __builtin_add_overflow(x.most, y.most, &most);
+      return whole(wraps, least, most);
+    }
+    case Op::sub_whole: {
+      const bool wraps = __builtin_sub_overflow(x.least, y.most, &least) | __builtin_sub_overflow(x.most, y.least, &most);
+      return whole(wraps, least, most);
+    }
     case Op::bit_and:
       if (!are_booleans) return kAnything;
       [[fallthrough]];
@@ -94,7 +101,7 @@ inline Between bounds(const PairProgram& program, const List& list, int64_t n, i
   const auto at = [&](int16_t from) { return from < 0 ? room[-1 - from] : slots[from]; };
   for (int i = 0; i < list.step_count; ++i) {
     const Step& step = list.steps[i];
-    slots[step.to] = bounds(step.op, at(step.from[0]), at(step.from[1]), at(step.from[2]));
+    slots[step.to] = bounds(step.op, at(step.from[0]), at(step.from[1]), at(step.from[2]), list.is_wide);
   }
   return at(list.results[0].from);
 }

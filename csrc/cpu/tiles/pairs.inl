@@ -17,10 +17,11 @@ int64_t room_of_mask(const List* list) {
 template <class T>
 void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants_bits, T* workspace) {
   const int64_t row_tile = task % m.row_tiles, head = task / m.row_tiles % m.heads, n = task / m.row_tiles / m.heads;
-  const Range rows = {row_tile * kRowTile, smaller((row_tile + 1) * kRowTile, p.program->queries)};
+  const Range rows = {row_tile * kRowTile, smaller((row_tile + 1) * kRowTile, m.program->queries)};
   int32_t* const tiles = m.tiles + task * m.key_tiles;
   Problem whole_call = p;
   whole_call.first_entry = 0;
+  whole_call.program = m.program;
   const List nothing{};
   const List& list = m.list ? *m.list : nothing;
   auto* const room = reinterpret_cast<Between*>(workspace + Evaluation<T>::room(m.list));
@@ -38,11 +39,11 @@ void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants
     }
   };
   const auto keys_of = [&](int64_t first, int64_t last) {
-    return Range{first * kKeyTile, smaller(last * kKeyTile, p.program->keys)};
+    return Range{first * kKeyTile, smaller(last * kKeyTile, m.program->keys)};
   };
   // Whether the list's bounds say what the mask does to all of these tiles. If so, fills them in.
   const auto are_decided = [&](int64_t first, int64_t last) {
-    const Between shown = bounds(*p.program, list, n, head, rows, keys_of(first, last), room);
+    const Between shown = bounds(*m.program, list, n, head, rows, keys_of(first, last), room);
     for (int64_t i = first; shown.is_one() && i < last; ++i) tiles[i] = shown.least != 0 ? kAllPairs : kNoPair;
     return shown.is_one();
   };
@@ -62,7 +63,7 @@ void look_at_pairs(const Problem& p, const PairMask& m, int64_t task, bool wants
     for (int64_t key = keys.first; m.blocks.data && key < keys.last; key = (key / m.block_keys + 1) * m.block_keys)
       each_part(key, [&](int64_t, int64_t, uint8_t kind) { any_partial |= kind == kPartialBlock; });
     Between shown = any_partial && m.list ? kEither : Between{-1, -1};
-    if (m.blocks.data && !shown.is_one() && !wants_bits) shown = bounds(*p.program, list, n, head, rows, keys, room);
+    if (m.blocks.data && !shown.is_one() && !wants_bits) shown = bounds(*m.program, list, n, head, rows, keys, room);
     const bool evaluates = !shown.is_one();
     Evaluation<T> pairs(whole_call, evaluates ? list : nothing, n, head, rows, keys, {}, workspace);
     uint64_t* const bits = wants_bits ? m.bits + tiles[key_tile] * kKeyTile : nullptr;

@@ -256,7 +256,7 @@ class Evaluation {
       case Leaf::number:
         return everywhere(static_cast<T>(leaf.number));
       case Leaf::whole_number:
-        return everywhere(as_lane(static_cast<Int<T>>(leaf.number)));
+        return everywhere(as_lane(static_cast<Int<T>>(leaf.whole)));
       case Leaf::scale:
         return everywhere(static_cast<T>(p.scale));
       case Leaf::score:
@@ -377,6 +377,16 @@ class Evaluation {
       case Op::floor:
         ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_floorf(n) : __builtin_floor(n); }),
                   const V& a);
+      case Op::floor_divide:
+        ATTN_EACH(each_lane<T>(a, b, [](T m, T n) { return floor_quotient_of(m, n); }), const V& a, const V& b);
+      case Op::remainder:
+        ATTN_EACH(each_lane<T>(a, b, [](T m, T n) { return remainder_of(m, n); }), const V& a, const V& b);
+      case Op::to_float32:
+        ATTN_EACH((rounded_to<float, T>(a)), const V& a);
+      case Op::to_float16:
+        ATTN_EACH((rounded_to<Half, T>(a)), const V& a);
+      case Op::to_bfloat16:
+        ATTN_EACH((rounded_to<BFloat16, T>(a)), const V& a);
       case Op::times:
         ATTN_EACH((a == V{} ? V{} : a * b), const V& a, const V& b);
       case Op::fma:
@@ -395,9 +405,9 @@ class Evaluation {
         ATTN_EACH((whole<T>(a) < whole<T>(b) ? a : b), const V& a, const V& b);
       case Op::maximum_whole:
         ATTN_EACH((whole<T>(a) > whole<T>(b) ? a : b), const V& a, const V& b);
-      case Op::floor_divide:
+      case Op::floor_divide_whole:
         ATTN_WHOLE(quotient(m, n));
-      case Op::remainder:
+      case Op::remainder_whole:
         ATTN_WHOLE(n == 0 ? 0 : unsigned_of(m) - unsigned_of(quotient(m, n)) * unsigned_of(n));
       case Op::bit_and:
         ATTN_EACH(whole<T>(a) & whole<T>(b), const V& a, const V& b);

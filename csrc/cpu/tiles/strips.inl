@@ -27,10 +27,11 @@ ATTN_INLINE Vec<T> as_number(V x) {
   return bit_cast<Vec<T>>(x);
 }
 
+// Keeps a NaN of each of the three.
 template <class T>
 ATTN_INLINE Vec<T> bounded(Vec<T> x, Vec<T> least, Vec<T> most) {
-  const Vec<T> above = x < least ? least : x;
-  return above > most ? most : above;
+  const Vec<T> above = x < least ? least : x, found = above > most ? most : above;
+  return (least == least) & (most == most) ? found : least + most;
 }
 
 // Calls f for each lane, for operations that vectors lack.
@@ -40,10 +41,53 @@ ATTN_INLINE Vec<T> each_lane(Vec<T> x, F f) {
   return x;
 }
 template <class T, class F>
+ATTN_INLINE Vec<T> each_lane(Vec<T> x, Vec<T> y, F f) {
+  for (int i = 0; i < kLanes<T>; ++i) x[i] = f(x[i], y[i]);
+  return x;
+}
+template <class T, class F>
 ATTN_INLINE Vec<T> each_whole(Vec<T> x, Vec<T> y, F f) {
   Vec<Int<T>> a = whole<T>(x), b = whole<T>(y);
   for (int i = 0; i < kLanes<T>; ++i) a[i] = f(a[i], b[i]);
   return as_number<T>(a);
+}
+
+// PyTorch's floor_divide and remainder of numbers, to the bit (c10::div_floor_floating). The remainder of fmod is exact.
+template <class T>
+ATTN_INLINE T remainder_towards_0(T x, T y) {
+  return sizeof(T) == 4 ? __builtin_fmodf(x, y) : __builtin_fmod(x, y);
+}
+template <class T>
+ATTN_INLINE T remainder_of(T x, T y) {
+  const T rest = remainder_towards_0(x, y);
+  return rest != 0 && (y < 0) != (rest < 0) ? rest + y : rest;
+}
+template <class T>
+ATTN_INLINE T floor_quotient_of(T x, T y) {
+  if (y == 0) return x / y;
+  const T rest = remainder_towards_0(x, y);
+  T quotient = (x - rest) / y;
+  if (rest != 0 && (y < 0) != (rest < 0)) quotient -= 1;
+  if (quotient == 0) return static_cast<T>(__builtin_copysign(0.0, x / y));
+  const T whole = static_cast<T>(__builtin_floor(quotient));
+  return quotient - whole > T{0.5} ? whole + 1 : whole;
+}
+
+// Rounds numbers to a storage type S.
+template <class S, class T>
+ATTN_INLINE Vec<T> rounded_to(Vec<T> x) {
+  for (int i = 0; i < kLanes<T>; i += kLanes<float>) {
+    float narrow[kLanes<float>] = {};
+    for (int lane = 0; lane < kLanes<float> && i + lane < kLanes<T>; ++lane)
+      narrow[lane] = static_cast<float>(x[i + lane]);
+    if constexpr (!std::is_same_v<S, float>) {
+      S stored[kLanes<float>];
+      store_as(stored, load<float>(narrow));
+      store<float>(narrow, load_as<float>(stored));
+    }
+    for (int lane = 0; lane < kLanes<float> && i + lane < kLanes<T>; ++lane) x[i + lane] = narrow[lane];
+  }
+  return x;
 }
 
 // Returns 2^x for every x, even where the result is infinite.
