@@ -25,7 +25,9 @@ __all__ = ["getitem"]
 def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
     """Returns `table[key]`, where the table is a captured tensor or a vector that was computed."""
     keys = list(key) if isinstance(key, tuple) else [key]
-    if not any(hasattr(x, "_attn") for x in keys):
+    value: Value | None = getattr(table, "_attn", None)
+    chosen: Any = value.lookup if value is not None and value.kind == PAIR else None
+    if chosen is None and not any(hasattr(x, "_attn") for x in keys):
         return tracer.general(torch.Tensor.__getitem__, (table, key), {})
     for n, x in enumerate(keys):
         if x is Ellipsis:
@@ -36,7 +38,9 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
         tracer.fail(f"{len(keys)} indices of {tracer.name_of(table)}", "give fewer")
     # First applies the parts of `key` that are not tensors: numbers, slices and None.
     static = [slice(None) if isinstance(x, Tensor) else x for x in keys]
-    if any(x != slice(None) for x in static):
+    if chosen is not None:
+        chosen = _part(tracer, chosen[0], chosen[1], static)
+    elif any(x != slice(None) for x in static):
         table = tracer.general(torch.Tensor.__getitem__, (table, tuple(static)), {})
     indices: list[Value | None] = []
     for x in keys:
@@ -48,14 +52,26 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
             indices.append(index)
         elif type(x) is not int:
             indices.append(None)
-    indices += [None] * (table.dim() - len(indices))
     value = getattr(table, "_attn", None)
     if value is None:
         tracer.check_captured(table)
+        indices += [None] * (table.dim() - len(indices))
         return tracer.put(look_up(tracer, table, indices))
-    source, before = value.lookup or (value.tensor, _axes(tracer, value))
+    source, before = chosen or value.lookup or (value.tensor, _axes(tracer, value))
     remaining = iter(indices)
-    return tracer.put(look_up(tracer, source, [x or next(remaining) for x in before]))
+    return tracer.put(look_up(tracer, source, [x or next(remaining, None) for x in before]))
+
+
+def _part(
+    tracer: Tracer, source: Tensor, before: list[Value | None], static: list[Any]
+) -> tuple[Tensor, list[Value | None]]:
+    """Returns what numbers and slices choose of `source`, after an index of the pair."""
+    if None in static:
+        tracer.fail("None as an index after an index of the pair", "leave the dimension out")
+    remaining = iter(static)
+    key = [slice(None) if x is not None else next(remaining, slice(None)) for x in before]
+    part = tracer.general(torch.Tensor.__getitem__, (source, tuple(key)), {})
+    return part, [x for x, place in zip(before, key, strict=True) if type(place) is not int]
 
 
 def _axes(tracer: Tracer, value: Value) -> list[Value | None]:

@@ -55,10 +55,10 @@ int partial(Graph& g, int n, int i) {
       return choose(wins, number(1), choose(g.add(Op::eq, a, b, kNone, 'b'), number(0.5), number(0)));
     }
     case Op::clamp: {
-      const int below = less(a, b), above = less(c, a), crossed = less(c, b);
+      const int below = less(a, b), above = less(c, a);
       if (i == 0) return choose(g.add(Op::bit_or, below, above, kNone, 'b'), number(0), number(1));
-      if (i == 1) return choose(crossed, number(0), choose(below, number(1), number(0)));
-      return choose(g.add(Op::bit_or, above, crossed, kNone, 'b'), number(1), number(0));
+      if (i == 1) return choose(g.add(Op::bit_and, below, less(b, c), kNone, 'b'), number(1), number(0));
+      return choose(g.add(Op::bit_or, above, less(c, b), kNone, 'b'), number(1), number(0));
     }
     case Op::sqrt:
       return g.add(Op::div, number(0.5), n);
