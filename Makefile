@@ -87,8 +87,8 @@ test-arm: $(INSTALLED) ## the library for 64-bit ARM, on an emulated processor; 
 	@$(ARM)
 
 SECONDS := 60
-fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1
-	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+fuzz: $(INSTALLED) $(LIBRARY) ## random problems against the textbook: make fuzz SECONDS=60 SEED=1 KIND=functions
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--only $(KIND))
 
 mutants: $(INSTALLED) $(LIBRARY) ## 40 errors put into the sources, one at a time: which do the tests see? Hours
 	@$(BIN)/python -u tests/mutants.py $(MUTANTS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +16,14 @@ import pytest
 import torch
 
 import torch_attn
-from fuzz import functions, packed, relative
+from fuzz import functions, grammar, packed, relative
 from fuzz.bound import arithmetic, bounds
 from fuzz.check import Failure, check, shrunk
 from fuzz.drawing import MODES, draw
 from fuzz.problem import OF_BUILTIN, OPTIONS
 from fuzz.textbook import Textbook
 from helpers import CPU_CAPABILITIES, cpu_capability_set_to, threads_set_to, to_dtype
+from torch_attn._program_list import RULES
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = 150
@@ -391,20 +394,83 @@ def test_one_problem() -> None:
     assert "torch.manual_seed" in run.stdout
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_functions_of_the_pair() -> None:
     with cpu_capability_set_to("default"):  # and back, after those that the problems set
-        for index in range(180):
+        for index in range(100):
             assert functions.check(1, index, CPU_CAPABILITIES) is None
+
+
+def drawn(index: int) -> grammar.Grammar:
+    rng = random.Random(index)
+    sizes = grammar.Sizes(2, 2, 5, 7)
+    captured = grammar.captures(rng, sizes, torch.float64)
+    return grammar.Grammar(rng, sizes, captured, in_mask=False)
+
+
+def test_the_grammar_writes_every_operation() -> None:
+    """Of the tracer's own table: a new operation fails here until the grammar has it."""
+    assert set(grammar.WRITTEN) | set(grammar.ALIASES) == set(RULES)
+    assert all(RULES[alias] is RULES[name] for alias, name in grammar.ALIASES.items())
+    for name in grammar.WRITTEN:
+        texts = [
+            str(found)
+            for index in range(40)
+            for result in "feib"
+            if (found := drawn(index).written(name, result, 1)) is not None
+        ]
+        assert texts, name
+        for alias in (x for x, of in grammar.ALIASES.items() if of == name):
+            assert any(f".{alias}(" in text for text in texts), alias
+
+
+OPERATIONS = sorted(grammar.WRITTEN)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_wrong_operation_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of the pair in turn: a number is a little larger, a boolean the other one."""
+    right, calls = RULES[name], []
+
+    def wrong(ops: Any, *operands: Any, **named: Any) -> Any:
+        found = right(ops, *operands, **named)
+        calls.append(found)
+        if found.type == "b":
+            return RULES["logical_not"](ops, found) if name != "logical_not" else operands[0]
+        return ops.operation(found.dtype, "add", found, 1 if found.type == "i" else 1e-3)
+
+    for rule in [x for x, of in RULES.items() if of is right]:
+        monkeypatch.setitem(RULES, rule, wrong)
+    for index in range(1500):
+        problem = functions.Problem.draw(5, index)
+        if not re.search(rf"\b{name}\b|[-+*/%<>=&|^~]", problem.score + problem.mask):
+            continue
+        calls.clear()
+        try:
+            found = functions.results(functions.ours, problem, torch.float64, second=False)
+        except RuntimeError:  # the wrong number is outside of a table
+            continue
+        if not calls:
+            continue
+        exact = functions.results(functions.textbook, problem, torch.float64, second=False)
+        near = functions.bounds(exact, None, torch.float64, problem.largest, problem.unit())
+        if [*functions.differences(found, near)]:
+            return
+    pytest.fail(f"1,500 functions did not see it, {name} was drawn {len(calls)} times in the last")
 
 
 def test_wrong_functions_of_the_pair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_attn.flex_attention
 
-    def wrong(query: Any, key: Any, value: Any, score: Any, mask: Any) -> Any:
-        return right(query, key, value, lambda s, b, h, i, j: score(s * 1.00001, b, h, i, j), mask)
+    def wrong(query: Any, key: Any, value: Any, score: Any, mask: Any, **options: Any) -> Any:
+        if score:
+            own = score
+            score = lambda s, b, h, i, j: own(s * 1.00001, b, h, i, j)  # noqa: E731
+        return right(query, key, value, score, mask, **options)
 
     monkeypatch.setattr(torch_attn, "flex_attention", wrong)
     with cpu_capability_set_to("default"):
-        found = [functions.check(1, index, CPU_CAPABILITIES) for index in range(10)]
+        found = [functions.check(1, index, CPU_CAPABILITIES) for index in range(20)]
     known = [f"--seed 1 --problem {index} " in str(what) for index, what in enumerate(found)]
-    assert sum(known) >= 8  # a function may show each query one key or none
+    assert sum(known) >= 8  # a function may have no score_mod, or show each query one key or none

@@ -426,6 +426,9 @@ class Grammar:
         if name.startswith("clamp") and "c" not in types and result != "i" and not self.in_mask:
             # PyTorch's gradient of a bound that is larger than the number raises an error.
             operands[0] = Text(f"({operands[0]} + 0 * score)", operands[0].bits)
+        others = [alias for alias, of in ALIASES.items() if of == name]
+        if others and self.rng.random() < 0.2:
+            form = re.sub(rf"(torch|\}})\.{name}\(", rf"\1.{self.rng.choice(others)}(", form)
         text = form.replace("T{", "{").replace("M{", "{").format(*operands)
         most = self.most_of(name, form, operands)
         if result == "i" and (most is None or most > self.most):
