@@ -85,6 +85,7 @@ def test_every_argument_has_a_value() -> None:
     """Every argument of the other operators, public and private, has a value too."""
     assert beyond_builtin(ops.attention) == ALL
     assert beyond_builtin(ops._attend_over_processes) == ALL
+    assert beyond_builtin(ops.flex_attention) >= OF_FLEX
     renamed = {"seqused_k": "key_lengths"}
     assert {renamed.get(n, n) for n in beyond_builtin(ops.varlen_attention)} == ALL
     assert beyond_builtin(ops.sdpa_stats) == DENSE - {"key_scale", "value_scale"}
@@ -325,8 +326,24 @@ def output_and_weights(*args: Any, **options: Any) -> Any:
     return reference.sdpa_with_weights(*args, **options)[:2]
 
 
+def with_function(function: Function) -> Function:
+    """With a score_mod that doubles the score."""
+    return functools.partial(function, score_mod=lambda score, b, h, i, j: score * 2)
+
+
+def of_string(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    double = "attn.program 1\n%0 f score\n%1 f const 2\n%2 f mul %0 %1\nreturn %2"
+    return ops.flex_attention(query, key, value, score_mod=double, **options)
+
+
+def of_doubled(function: Function) -> Function:
+    return lambda *args, **options: function(*args, scale=2 / E**0.5, **options)
+
+
+OF_FLEX = {"window_size", "query_offset", "key_lengths", "sinks"}
 OF_MODULE = {"softcap", "window_size", "query_offset", "key_lengths"}
 ROWS, WEIGHTS = rows_of_textbook, reference.sdpa_with_weights
+DOUBLED = of_doubled(reference.sdpa)
 STATISTICS = statistics(reference.sdpa_stats)
 SEQUENCES = {"always": WHOLE, "named": {"key_lengths": "seqused_k"}}
 LEARNED = ALL - {"block_table"}  # beside which there are no derivatives
@@ -340,6 +357,11 @@ DOORS: dict[str, Door] = {
     ),
     "varlen_attn": Door(packed(torch_attn.varlen_attn), ALL, **SEQUENCES),
     "varlen_attn_out": Door(packed(written_into), ALL, learns=False, **SEQUENCES),
+    "flex_attention": Door(in_groups(with_function(torch_attn.flex_attention)), set(), DOUBLED),
+    "ops.flex_attention": Door(in_groups(of_string), OF_FLEX, of_doubled(ROWS)),
+    "ops.flex_attention, derivatives": Door(
+        gradient_of(in_groups(of_string)), OF_FLEX, gradient_of(DOUBLED)
+    ),
     "ops.sdpa": Door(in_groups(ops.sdpa), set()),
     "ops.attention": Door(attention, ALL, ROWS),
     "ops.sdpa_with_weights": Door(in_groups(ops.sdpa_with_weights), DENSE, WEIGHTS),

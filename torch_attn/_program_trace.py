@@ -170,7 +170,7 @@ class Tracer(TorchFunctionMode):
                     return self.general(func, args, kwargs)
                 operands.append(value)
                 x = value
-            elif hasattr(x, "item"):
+            elif hasattr(x, "item") and not isinstance(x, type):
                 x = x.item()  # a number of NumPy's
             values.append(x)
         if not traced:

@@ -222,7 +222,7 @@ struct PairMask {
   // What the list reads. If the list is wide, it is evaluated in float64, with whole numbers of 64 bits, whatever the
   // dtype of the call is. Its terms and tables are then float64.
   const PairProgram* program = nullptr;
-  Terms blocks;                // uint8 [batch, heads, blocks of queries, blocks of keys]; null data: all are partial
+  Terms blocks;  // uint8 [batch, heads, blocks of queries, blocks of keys]; null data: all are partial
   int64_t block_rows = 0, block_keys = 0;
   int64_t entries = 1, heads = 1;  // the numbers of different entries and heads
   int64_t row_tiles = 0, key_tiles = 0;

@@ -59,6 +59,9 @@ struct About {
   const char* name;
   Kind kind;
   const char* name_in_varlen = name;  // what varlen_attention calls it
+  // If the argument is a term of the score: how a score_mod says the same. Beside a score_mod such an argument is an
+  // error (check_program), because the score_mod alone computes the score.
+  const char* in_score_mod = nullptr;
 };
 
 // The values that a floating-point argument may have.
@@ -140,7 +143,7 @@ struct Call {
       Argument({"is_causal", Kind::number}, &Call::is_causal),
       Argument({"scale", Kind::number}, &Call::scale, kNumber),
       Argument({"enable_gqa", Kind::number}, &Call::enable_gqa),
-      Argument({"softcap", Kind::number}, &Call::softcap, kCap),
+      Argument({"softcap", Kind::number, "softcap", "softcap * torch.tanh(score / softcap)"}, &Call::softcap, kCap),
       Argument({"window_size", Kind::number}, &Call::window_size),
       Argument({"query_offset", Kind::entries}, &Call::query_offset),
       Argument({"key_lengths", Kind::entries, "seqused_k"}, &Call::key_lengths),
@@ -149,7 +152,8 @@ struct Call {
       Argument({"max_q", Kind::longest}, &Call::max_q),
       Argument({"max_k", Kind::longest}, &Call::max_k),
       Argument({"block_table", Kind::pages}, &Call::block_table),
-      Argument({"alibi_slopes", Kind::heads}, &Call::alibi_slopes),
+      Argument({"alibi_slopes", Kind::heads, "alibi_slopes", "score - slopes[h] * (q_idx - kv_idx).abs()"},
+               &Call::alibi_slopes),
       Argument({"sinks", Kind::heads}, &Call::sinks),
       Argument({"score_mod", Kind::program}, &Call::score_mod),
       Argument({"mask_mod", Kind::program}, &Call::mask_mod),
@@ -220,10 +224,8 @@ constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <=
 constexpr bool is_unpacked(size_t i, Kind kind) {
   return is_without_program(i, kind) && !is_of_packing(kind) && kind != Kind::results;
 }
-// flex_attention does not take softcap and alibi_slopes, because a score_mod can express them.
 constexpr bool is_beside_program(size_t i, Kind kind) {
-  const std::string_view name = kAbout[i].name;
-  return !is_of_packing(kind) && kind != Kind::scales && name != "softcap" && name != "alibi_slopes";
+  return !is_of_packing(kind) && kind != Kind::scales && !kAbout[i].in_score_mod;
 }
 constexpr bool is_of_scores(size_t i, Kind kind) {
   return is_unpacked(i, kind) && kind != Kind::value_rows && kind != Kind::dropout && kind != Kind::scales;

@@ -235,8 +235,9 @@ void ProblemBuilder::add_program(const Call& call) {
   if (mask_ && mask_->is_wide && query_.scalar_type() != at::kDouble) {
     const auto wide = [](const std::optional<at::Tensor>& t) { return t ? std::optional(t->to(at::kDouble)) : t; };
     mask_program_ = program_;
-    for (const auto& [leaf, t] : {std::pair(Leaf::row_term, &call.row_terms), std::pair(Leaf::key_term, &call.key_terms),
-                                  std::pair(Leaf::distance_term, &call.distance_terms)}) {
+    for (const auto& [leaf, t] :
+         {std::pair(Leaf::row_term, &call.row_terms), std::pair(Leaf::key_term, &call.key_terms),
+          std::pair(Leaf::distance_term, &call.distance_terms)}) {
       const int kind = static_cast<int>(leaf) - static_cast<int>(Leaf::row_term);
       if (mask_->columns[kind] > 0) mask_program_.terms[kind] = terms_of(wide(*t));
     }

@@ -40,9 +40,7 @@ constexpr Rewrite kAll[] = {
      }},
     // `times`, which derivatives use, is 0 if its first operand is.
     {"0 times x = 0",
-     [](Graph& g, const Value& v) {
-       return v.op == Op::times && beside(g, v, 0) != kNone ? g.number(0) : kNone;
-     }},
+     [](Graph& g, const Value& v) { return v.op == Op::times && beside(g, v, 0) != kNone ? g.number(0) : kNone; }},
     {"u * v = a constant",
      [](Graph& g, const Value& v) {
        return is_product(v) ? of_constants(g, v, g.number_of(v.from[0]) * g.number_of(v.from[1])) : kNone;

@@ -57,9 +57,7 @@ class Graph {
     return -kMost <= values_[n].magnitude && values_[n].magnitude <= kMost;
   }
   // Whether value n is a product of a factor that differs between pairs and a second factor that is moderate.
-  bool has_factor(int n) const {
-    return values_[n].op == Op::mul && !is_uniform(n) && is_moderate(values_[n].from[1]);
-  }
+  bool has_factor(int n) const { return values_[n].op == Op::mul && !is_uniform(n) && is_moderate(values_[n].from[1]); }
   // Whether value n depends on the leaf by a path that does not pass through value `cut`.
   bool reads(int n, Leaf leaf, int cut = kNone) const;
   // Builds value n again, with replacements for some of the values that n depends on. `built` maps each replaced value

@@ -138,7 +138,8 @@ class Scheduler {
         const int operand = v.from[i];
         if (operand == kNone) continue;
         step.from[i] = place_[operand];
-        if (--uses_[operand] == 0 && place_[operand] >= list_.uniform_slots && !uniform) free.push_back(place_[operand]);
+        if (--uses_[operand] == 0 && place_[operand] >= list_.uniform_slots && !uniform)
+          free.push_back(place_[operand]);
       }
       if (uniform || free.empty()) free.push_back(static_cast<int16_t>(list_.slots++));
       step.to = place_[n] = free.back();

@@ -175,15 +175,23 @@ void check_per_head(const Shape& shape, const char* name, const std::optional<Te
 
 // Checks the strings of a program, and that the program's tensors have all columns and tables that the strings read.
 void check_program(const Shape& shape, const Call& call) {
-  const auto refuse = [&](bool is, const char* name, const char* instead) {
+  const auto refuse = [&](bool is, const char* name, const std::string& instead) {
     TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
                 instead);
   };
   refuse(call.attn_mask && !call.score_mod, "attn_mask",
          "give it as a score_mod: score + attn_mask[b, h, q_idx, kv_idx]");
-  refuse(call.softcap > 0, "softcap", "say it in the function: softcap * torch.tanh(score / softcap)");
-  refuse(call.alibi_slopes.has_value(), "alibi_slopes",
-         "say it in the function: score - slopes[h] * (q_idx - kv_idx).abs()");
+  const Call by_default;
+  const auto refuse_term = [&]<class T>(size_t i, const T& given, const T& usual) {
+    const About& about = BeyondBuiltin::about(i);
+    bool is_given = false;
+    if constexpr (std::is_same_v<T, std::optional<Tensor>>)
+      is_given = given.has_value();
+    else
+      is_given = !(given == usual);
+    if (about.in_score_mod) refuse(is_given, about.name, c10::str("say it in the function: ", about.in_score_mod));
+  };
+  for_each_of(refuse_term, BeyondBuiltin::fields(call), BeyondBuiltin::fields(by_default));
   refuse(call.is_packed(), "cu_seq_q", "packed sequences take no function of the pair");
   TORCH_CHECK(!call.query.is_cuda(), shape.op, ": query is on ", call.query.device(),
               "; functions of the pair run on a CPU, and torch.nn.attention.flex_attention on a GPU");

@@ -292,8 +292,9 @@ def bounds(
             fine = fine & (y.abs() < torch.finfo(dtype).max)
         scale = max(1.0, largest(y), of_all if is_half else 0.0)
         allowed = 2 * largest((rough[name].double() - y)[fine]) if rough is not None else 0.0
-        grows = max(1.0, scores) ** (2 if name.startswith("second") else 1)
-        allowed += (64 if is_half else 256 * grows) * eps * scale
+        grows = max(1.0, scores) * (max(1.0, scores) if name.startswith("second") else 1.0)
+        # In float64 the formula's gradient of a logsumexp of 1e15 is wrong itself.
+        allowed += (64 * max(1.0, scores * 1e-9) if is_half else 256 * grows) * eps * scale
         allowed += torch.finfo(expected.dtype).eps * scale
         found[name] = Bound(y[fine], fine, allowed, scale)
     return found

@@ -57,11 +57,13 @@ inline Between bounds(Op op, Between x, Between y, Between z, bool is_wide) {
   const bool are_booleans = smaller(x.least, y.least) >= -1 && larger(x.most, y.most) <= 0;
   switch (op) {
     case Op::add_whole: {
-      const bool wraps = __builtin_add_overflow(x.least, y.least, &least) | __builtin_add_overflow(x.most, y.most, &most);
+      const bool wraps =
+          __builtin_add_overflow(x.least, y.least, &least) | __builtin_add_overflow(x.most, y.most, &most);
       return whole(wraps, least, most);
     }
     case Op::sub_whole: {
-      const bool wraps = __builtin_sub_overflow(x.least, y.most, &least) | __builtin_sub_overflow(x.most, y.least, &most);
+      const bool wraps =
+          __builtin_sub_overflow(x.least, y.most, &least) | __builtin_sub_overflow(x.most, y.least, &most);
       return whole(wraps, least, most);
     }
     case Op::bit_and:
