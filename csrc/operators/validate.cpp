@@ -83,7 +83,10 @@ void check_dtypes(const char* op, const Tensor& query, const Tensor& key, const 
   if (!mask) return;
   const auto mask_dtype = mask->scalar_type();
   TORCH_CHECK(mask_dtype == at::kBool || mask_dtype == dtype || mask_dtype == at::kFloat, op, ": attn_mask has dtype ",
-              mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32");
+              mask_dtype, "; it must be bool (True = attend), query's dtype (", dtype, ") or float32",
+              at::isIntegralType(mask_dtype, /*includeBool=*/false)
+                  ? "; a tokenizer's mask of 0 and 1 is given as mask.bool()"
+                  : "");
 }
 
 // Returns a hint if the tensors look like [B, L, H, E] and [B, S, H, E], with the length where the heads should be.

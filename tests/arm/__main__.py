@@ -32,9 +32,10 @@ NEEDED = {
 # machine's own processor.
 EVERY = 8
 SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "compile", "replace"]
+SUITE += ["flex", "flex_values", "program_rewrites", "mods"]
 TESTS = [f"tests/test_{name}.py" for name in SUITE]
 SAMPLE = ["--tiers=quick", "-k=not [default and not inductor", "-p", "tests.sanitize.sample"]
-PROBLEMS = 150
+PROBLEMS, FUNCTIONS = 150, 40
 OBJECTS = HERE / "package" / "objects"
 COMPILERS = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
 # The processor of Graviton 2 and Altra; and one that has no instruction of a later architecture.
@@ -79,8 +80,9 @@ def test_python() -> None:
 
 
 def fuzz() -> None:
-    options = ["--only", "cpu", "--seed", "1", "--seconds", "3600", "--problems", str(PROBLEMS)]
-    run(PYTHON, "-m", "tests.fuzz", *options)
+    for kind, problems in (("cpu", PROBLEMS), ("functions", FUNCTIONS)):
+        options = ["--only", kind, "--seed", "1", "--seconds", "3600", "--problems", str(problems)]
+        run(PYTHON, "-m", "tests.fuzz", *options)
 
 
 def test_wheel() -> None:

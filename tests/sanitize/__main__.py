@@ -38,6 +38,13 @@ CORE = [
         "stats_hidden",
         "stats_subsystems",
         "nn",
+        "flex",
+        "flex_values",
+        "program_rewrites",
+        "options",
+        "varlen",
+        "paged",
+        "quantized",
     )
 ]
 CORE_EVERY = 37
