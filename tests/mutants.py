@@ -34,6 +34,7 @@ SWAPS = [
     *((" == ", " != "), (" && ", " || "), (" and ", " or "), (" is None", " is not None")),
     *(("[0]", "[1]"), ("-1)", "-2)"), ("true", "false"), ("True", "False"), (".first", ".last")),
     *(("smaller(", "larger("), ("min(", "max("), (".keys", ".queries"), ("key_head", "value_head")),
+    *(("Op::add", "Op::sub"), ("Op::mul", "Op::div"), ("from[0]", "from[1]"), ("(a,", "(b,")),
 ]
 NEGATED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 OPERATORS = [
@@ -43,6 +44,10 @@ OPERATORS = [
     *((r"(?<=[ (\[])-(?=[a-z])", ""), (r"\bnot |!(?=[\w(])", "")),  # a sign, a negation
     (rf"\bif (constexpr )?({NEGATED})", r"if \1(!\2)"),
     (r"\b(if|while) (?=[a-z][^(]*:$)", r"\1 not "),
+    # Of rewrites: a condition is left out, operands change places, a sign is lost.
+    (r" (?:&&|\|\||and|or) !?[\w.:\->\[\]]+(?:\([^()]*\))?(?=[);?]| [?&|]| and | or |:$)", ""),
+    (r"\((\w[\w.\[\]]*), (\w[\w.\[\]]*)\)", r"(\2, \1)"),
+    (r"g\.add\(Op::neg, ([\w.\[\]]+)\)", r"\1"),
     (r"^( +)[a-z_][\w.:<>]*\(.*\);$", r"\1;"),  # a step is missing
     (r"^( +)[a-z_][\w.]*\(.*\)$", r"\1pass"),
 ]

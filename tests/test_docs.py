@@ -47,17 +47,6 @@ def examples(page: Path) -> list[str]:
         *(distributed._context, distributed._methods, distributed._sdpa),
     ],
 )
-def test_modules_of_the_readmes_table() -> None:
-    """A cell is what a reader types, after the import below the table."""
-    text = README.read_text()
-    found = set(re.findall(r"\battn_(\w+)\.(\w+)\(", text))
-    assert len(found) >= 3
-    assert "from torch_attn.integrations import transformers as attn_transformers" in text
-    for module, function in found:
-        source = (ROOT / "torch_attn" / "integrations" / f"{module}.py").read_text()
-        assert f"\ndef {function}(" in source or f'"{function}"' in source, (module, function)
-
-
 def test_docstrings(module: types.ModuleType) -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
     result = doctest.testmod(module, extraglobs=names)
@@ -222,3 +211,14 @@ def test_examples_in_python() -> None:
         name, _, message = line.partition(": ")
         text = (ROOT / "examples" / "python" / f"{name}.py").read_text()
         assert message in " ".join(text.split())
+
+
+def test_modules_of_the_readmes_table() -> None:
+    """A cell is what a reader types, after the import below the table."""
+    text = README.read_text()
+    found = set(re.findall(r"\battn_(\w+)\.(\w+)\(", text))
+    assert len(found) >= 3
+    assert "from torch_attn.integrations import transformers as attn_transformers" in text
+    for module, function in found:
+        source = (ROOT / "torch_attn" / "integrations" / f"{module}.py").read_text()
+        assert f"\ndef {function}(" in source or f'"{function}"' in source, (module, function)

@@ -50,8 +50,8 @@ class Graph {
   double number_of(int n) const { return values_[n].leaf.number; }
   // Whether value n is the same for all pairs.
   bool is_uniform(int n) const { return values_[n].is_uniform; }
-  // Whether value n is uniform, finite, not 0, and neither so large nor so small that a product with it leaves the range
-  // of float32, unless the other factor nearly does.
+  // Whether value n is uniform, finite, not 0, and so near to 1 that a product with it leaves the range of float32 only
+  // if the other factor nearly does.
   bool is_moderate(int n) const {
     constexpr double kMost = 24;
     return -kMost <= values_[n].magnitude && values_[n].magnitude <= kMost;

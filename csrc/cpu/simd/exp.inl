@@ -109,10 +109,10 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   return power[0];
 }
 
-// Returns most * tanh(y ln(2) / 2), accurate for small y too. y may be infinite or NaN; `most` is finite. With f = 2^-|y| = 2^n
-// (1 + r p(r)), the tanh of |y| ln(2) / 2 is (1 - f) / (1 + f). Where the tanh is small, 1 - f is computed as
-// (1 - 2^n) - 2^n r p(r), which does not cancel. Where the tanh is near 1, it is computed as 1 - 2 f / (1 + f), so that
-// only the subtraction from `most` rounds the result.
+// Returns most * tanh(y ln(2) / 2), accurate for small y too. y may be infinite or NaN, and `most` is finite. With f =
+// 2^-|y| = 2^n (1 + r p(r)), the tanh of |y| ln(2) / 2 is (1 - f) / (1 + f). Where the tanh is small, 1 - f is computed
+// as (1 - 2^n) - 2^n r p(r), which does not cancel. Where the tanh is near 1, it is computed as 1 - 2 f / (1 + f), so
+// that only the subtraction from `most` rounds the result.
 template <class T>
 ATTN_INLINE Vec<T> tanh_of_exponent(Vec<T> y, T most) {
   using F = Exp2Constants<T>;

@@ -52,7 +52,7 @@ ATTN_INLINE Vec<T> each_whole(Vec<T> x, Vec<T> y, F f) {
   return as_number<T>(a);
 }
 
-// PyTorch's floor_divide and remainder of numbers, to the bit (c10::div_floor_floating). The remainder of fmod is exact.
+// PyTorch's floor_divide and remainder of numbers, to the bit. Both begin with the remainder of fmod, which is exact.
 template <class T>
 ATTN_INLINE T remainder_towards_0(T x, T y) {
   return sizeof(T) == 4 ? __builtin_fmodf(x, y) : __builtin_fmod(x, y);
