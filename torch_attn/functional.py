@@ -275,8 +275,8 @@ def sdpa_with_logsumexp() -> None:
         - max_score: of the shape and dtype of logsumexp, each query's largest score, without the
           sink; -inf for a query without keys. max_score has no derivatives.
 
-        For a query with a score of NaN, logsumexp and max_score are NaN. For a query with a score
-        of +inf, both are +inf.
+        For a query with a score of +inf, logsumexp and max_score are +inf, and the output is NaN.
+        For any other query with a score of NaN, both are NaN.
 
     Example:
         >>> query, key, value = torch.randn(3, 4, 10, 8)  # 4 heads, 10 tokens
