@@ -2,6 +2,7 @@
 
 import functools
 import math
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import torch_attn
 from tests._programs import evaluate
 from torch_attn import reference
+from torch_attn._program_list import _limits_of
 from torch_attn._programs import Program, remembered, trace
 
 # All different, so that a wrong axis or direction cannot go unseen.
@@ -769,3 +771,48 @@ def test_what_cannot_change_is_traced_once() -> None:
     with torch._C.DisableTorchFunction():  # in which nothing sees what the function calls
         inside = program(None, lambda b, h, i, j: 2 * i >= j)
     assert program(None, lambda b, h, i, j: 2 * i >= j) is not inside
+
+
+def by_0_is_0(divide: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return divide(x, y.masked_fill(y == 0, 1)).masked_fill(y == 0, 0)
+
+
+OF_WHOLE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "clamp": torch.clamp,
+    "floor_divide": lambda x, y: by_0_is_0(torch.floor_divide, x, y),
+    "remainder": lambda x, y: by_0_is_0(torch.remainder, x, y),
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "not": torch.bitwise_not,
+    "where": lambda x, y: torch.cat([x, y]),  # either
+}
+
+
+@pytest.mark.parametrize("name", OF_WHOLE)
+def test_limits_hold_every_number(name: str) -> None:
+    """What decides whether 32 bits are enough: of intervals that have one number, or 0, or more."""
+    operation, draw = OF_WHOLE[name], random.Random(name)
+    count = {"neg": 1, "abs": 1, "not": 1, "clamp": 3}.get(name, 2)
+    nearest = 0
+    for _ in range(400):
+        bounds = [sorted(draw.sample(range(-9, 12), 2)) for _ in range(count)]
+        bounds = [(x, draw.choice([x, y])) for x, y in bounds]
+        numbers = [torch.arange(x, y + 1) for x, y in bounds]
+        grid = torch.meshgrid(*numbers, indexing="ij") if name != "where" else numbers
+        found = operation(*(x.flatten() for x in grid))
+        limits = _limits_of(name, [*bounds])
+        assert limits is not None
+        least, most = limits
+        assert least <= found.min(), (bounds, limits)
+        assert most >= found.max(), (bounds, limits)
+        nearest += (least, most) == (found.min(), found.max())
+        assert max(-least, most) <= 4 * max(max(map(abs, x)) for x in bounds) ** 2 + 2
+    assert nearest > 40 or name in ("or", "xor")  # whose limits are powers of 2

@@ -123,6 +123,8 @@ def _limits_of(name: str, of: list[Limits]) -> Limits | None:
     power = 1 << most.bit_length()
     any_bits = (0 if min(a, c) >= 0 else -power, power - 1)
     products = [x * y for x in (a, b) for y in (c, d)]
+    divisors = [n for n in {c, d, -1, 1} if n and c <= n <= d]
+    quotients = [x // n for x in (a, b) for n in divisors] + [0] * (c <= 0 <= d)
     results = {
         "add": (a + c, b + d),
         "sub": (a - d, b - c),
@@ -131,8 +133,7 @@ def _limits_of(name: str, of: list[Limits]) -> Limits | None:
         "abs": (0 if a <= 0 <= b else min(abs(a), abs(b)), max(abs(a), abs(b))),
         "minimum": (min(a, c), min(b, d)),
         "maximum": (max(a, c), max(b, d)),
-        # A divisor is at least 1 or at most -1; by 0 the result is 0.
-        "floor_divide": (a // c, b // c) if c == d > 0 else (-max(-a, b, 0), max(-a, b, 0)),
+        "floor_divide": (min(quotients), max(quotients)),  # by 0: 0
         "remainder": (min(c + 1, 0), max(d - 1, 0)),
         "and": (0, min(x[1] for x in of if x[0] >= 0)) if max(a, c) >= 0 else any_bits,
         "or": any_bits,
