@@ -816,3 +816,24 @@ def test_limits_hold_every_number(name: str) -> None:
         nearest += (least, most) == (found.min(), found.max())
         assert max(-least, most) <= 4 * max(max(map(abs, x)) for x in bounds) ** 2 + 2
     assert nearest > 40 or name in ("or", "xor")  # whose limits are powers of 2
+
+
+def test_compile_knows_every_operator() -> None:
+    """torch.compile calls some of them by other functions than Python does."""
+    x = torch.randn(3, B, H, S, 8)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        n = (i * j) // 3 % 5 + (7 // (i + j + 1)) + (9 % (i * j + 2)) + (i & 3 | j ^ 1)
+        n //= 2
+        n %= 3
+        t = 1 - s / 2 + 2 / (s.square() + 1) + 2**s - (-s) ** 2 + (s.abs() + 1) ** -0.5
+        t += n
+        t *= 0.5
+        return torch.where((s >= 0) & ~(i == j) | (n != 1), t, s // 0.5 % 3)
+
+    mask = lambda b, h, i, j: (i // 3 == j // 3) | (i * 1103515245 + j * 12345 % 7 > 2)  # noqa: E731
+    attend = lambda *x: torch_attn.flex_attention(*x, score, mask)  # noqa: E731
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
+        assert torch.equal(compiled(*x), attend(*x))

@@ -119,32 +119,40 @@ def _within(limits: Limits, bits: int) -> bool:
 def _limits_of(name: str, of: list[Limits]) -> Limits | None:
     """Returns the limits of an operation on whole numbers with these limits; None if unknown."""
     (a, b), (c, d) = of[0], of[-1]
-    most = max(abs(n) for limits in of for n in limits)
-    power = 1 << most.bit_length()
-    any_bits = (0 if min(a, c) >= 0 else -power, power - 1)
-    products = [x * y for x in (a, b) for y in (c, d)]
-    divisors = [n for n in {c, d, -1, 1} if n and c <= n <= d]
-    quotients = [x // n for x in (a, b) for n in divisors] + [0] * (c <= 0 <= d)
-    results = {
-        "add": (a + c, b + d),
-        "sub": (a - d, b - c),
-        "mul": (min(products), max(products)),
-        "neg": (-b, -a),
-        "abs": (0 if a <= 0 <= b else min(abs(a), abs(b)), max(abs(a), abs(b))),
-        "minimum": (min(a, c), min(b, d)),
-        "maximum": (max(a, c), max(b, d)),
-        "floor_divide": (min(quotients), max(quotients)),  # by 0: 0
-        "remainder": (min(c + 1, 0), max(d - 1, 0)),
-        "and": (0, min(x[1] for x in of if x[0] >= 0)) if max(a, c) >= 0 else any_bits,
-        "or": any_bits,
-        "xor": any_bits,
-        "not": (~b, ~a),
-        "where": (min(a, c), max(b, d)),
-    }
+    if name == "add":
+        return a + c, b + d
+    if name == "sub":
+        return a - d, b - c
+    if name == "mul":
+        products = a * c, a * d, b * c, b * d
+        return min(products), max(products)
+    if name == "neg":
+        return -b, -a
+    if name == "abs":
+        return max(a, -b, 0), max(b, -a)
+    if name == "minimum":
+        return min(a, c), min(b, d)
+    if name == "maximum":
+        return max(a, c), max(b, d)
     if name == "clamp":
-        least = _limits_of("maximum", of[:2])
-        return least and _limits_of("minimum", [least, of[2]])
-    return results.get(name)
+        (least, most), (c, d) = of[1:]
+        return min(max(a, least), c), min(max(b, most), d)
+    if name == "where":
+        return min(a, c), max(b, d)
+    if name == "remainder":
+        return min(c + 1, 0), max(d - 1, 0)
+    if name == "floor_divide":
+        divisors = [n for n in (c, d, -1, 1) if n and c <= n <= d]
+        quotients = [x // n for x in (a, b) for n in divisors] + [0] * (c <= 0 <= d)  # by 0: 0
+        return min(quotients), max(quotients)
+    if not all(type(x) is int for limits in of for x in limits):
+        return None  # symbolic numbers have no bits
+    if name == "not":
+        return ~b, ~a
+    if name == "and" and max(a, c) >= 0:
+        return 0, min(x[1] for x in of if x[0] >= 0)
+    power = 1 << max(abs(x) for limits in of for x in limits).bit_length()
+    return 0 if min(a, c) >= 0 else -power, power - 1
 
 
 _NEUTRAL = {  # x op constant is x, bit for bit
@@ -292,15 +300,17 @@ class List:
         """Adds an operation. Converts its operands to the type of its result."""
         type_ = letter(dtype)
         places = [self.place(x, type_) for x in operands]
-        limits = [self.limits(x) for x in operands] if type_ == "i" else []
+        node = -1
         if len(places) == 2:
             x, y = places
             if y in self.words and (name, type_, self.words[y]) in _NEUTRAL:
-                return self.value(PAIR, dtype, None, x, limits=limits[0] if limits else None)
-            if x in self.words and (name, type_, self.words[x]) in _NEUTRAL and name in _SWAPS:
-                return self.value(PAIR, dtype, None, y, limits=limits[1] if limits else None)
-        value = self.value(PAIR, dtype, None, self.add(type_, name, *places))
-        return self.bounded(value, name, limits) if type_ == "i" else value
+                node = x
+            elif x in self.words and (name, type_, self.words[x]) in _NEUTRAL and name in _SWAPS:
+                node = y
+        value = self.value(PAIR, dtype, None, node if node >= 0 else self.add(type_, name, *places))
+        if type_ == "i":
+            return self.bounded(value, name, [self.limits(x) for x in operands])
+        return value
 
     def bounded(self, value: Value, name: str, of: list[Limits | None]) -> Value:
         """Gives a whole number its limits. Makes it wrap around where PyTorch's number does."""

@@ -59,7 +59,7 @@ class Tracer(TorchFunctionMode):
         self.tracking = torch.is_grad_enabled()
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
-        self.made: list[Any] = []  # tensors that the functions made
+        self.made: dict[int, Any] = {}  # tensors that the functions made, by id
         self.used: list[Tensor] = []  # those of them that the list reads
         self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # by id: see wide()
         self.empty: dict[torch.dtype, Tensor] = {}
@@ -101,7 +101,7 @@ class Tracer(TorchFunctionMode):
             result = function(*places)
         if isinstance(result, bool | int | float):
             result = torch.tensor(result, device=self.device)
-            self.made.append(result)
+            self.made[id(result)] = result
         value = self.value(result) if isinstance(result, Tensor) else None
         if value is None or value.shape:
             is_tensor = isinstance(result, Tensor)
@@ -126,7 +126,7 @@ class Tracer(TorchFunctionMode):
         return self.captured[id(x)][1]
 
     def is_made(self, x: Any) -> bool:
-        return any(x is made for made in self.made)
+        return id(x) in self.made
 
     def use(self, x: Tensor) -> None:
         """Notes that the list reads a tensor, which must not change from here on."""
@@ -155,7 +155,10 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = None if "out" in kwargs else _KNOWN.get(func)
+        # torch.compile does not find Tensor.__floordiv__ in a dict that has it.
+        known = _OF_OPERATORS.get(getattr(func, "__name__", "")) if self.list.compiling else None
+        if known is None and "out" not in kwargs:
+            known = _KNOWN.get(func)
         if known is None:
             if func is torch.Tensor.__getitem__ or func is operators.getitem:
                 return getitem(self, *args)
@@ -220,8 +223,11 @@ class Tracer(TorchFunctionMode):
             result = self.of_pair(name, values, named)
             result.affine = result.affine or affine
             return result
-        rounds = name in _DIVISIONS or (name == "div" and bool(named.get("rounding_mode")))
-        if whole and rounds and type(values[1]) is Value and letter(promoted(*values)) == "i":
+        if (
+            whole
+            and (name in _DIVISIONS or (name == "div" and named.get("rounding_mode")))
+            and (type(values[1]) is Value and letter(promoted(*values)) == "i")
+        ):
             if self.list.limits(values[1]) == (0, 0):
                 self.fail(f"{name} by 0, for every pair", "divide by another number")
             function = _zero_by_zero(function)
@@ -324,7 +330,7 @@ class Tracer(TorchFunctionMode):
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
             self.computed[key] = found
-            self.made.append(c)  # so that no other tensor gets its id
+            self.made[id(c)] = c  # so that no other tensor gets its id
         return found
 
     def of(self, name: str, *values: Any) -> Value:
@@ -355,7 +361,7 @@ class Tracer(TorchFunctionMode):
         if not values or (func in _LIKE and list(values) == [0]):
             result = func(*args, **kwargs)
             if made:
-                self.made.append(result)
+                self.made[id(result)] = result
             return result
         kind = together(values.values())
         if kind == PAIR:
@@ -529,6 +535,7 @@ def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
 
 
 _KNOWN = dict(_known())
+_OF_OPERATORS = {f.__name__: known for f, known in _KNOWN.items() if f.__name__.startswith("__")}
 _IN_PLACE = _named(
     _HOLDERS,
     " ".join(n for h in _HOLDERS for n in dir(h) if n[0] != "_" == n[-1] and "resize" not in n)
