@@ -155,8 +155,8 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch.compile does not find Tensor.__floordiv__ in a dict that has it.
-        known = _OF_OPERATORS.get(getattr(func, "__name__", "")) if self.list.compiling else None
+        # torch.compile does not find Tensor.__floordiv__ and Tensor.__pow__ in a dict that has them.
+        known = _BY_NAME.get(getattr(func, "__name__", "")) if self.list.compiling else None
         if known is None and "out" not in kwargs:
             known = _KNOWN.get(func)
         if known is None:
@@ -535,7 +535,7 @@ def _known() -> Iterator[tuple[Any, tuple[str, Any, bool, bool]]]:
 
 
 _KNOWN = dict(_known())
-_OF_OPERATORS = {f.__name__: known for f, known in _KNOWN.items() if f.__name__.startswith("__")}
+_BY_NAME = {function.__name__: known for function, known in _KNOWN.items()}
 _IN_PLACE = _named(
     _HOLDERS,
     " ".join(n for h in _HOLDERS for n in dir(h) if n[0] != "_" == n[-1] and "resize" not in n)
