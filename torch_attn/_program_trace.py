@@ -155,10 +155,11 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # torch.compile does not find Tensor.__floordiv__ and Tensor.__pow__ in a dict that has them.
-        known = _BY_NAME.get(getattr(func, "__name__", "")) if self.list.compiling else None
-        if known is None and "out" not in kwargs:
-            known = _KNOWN.get(func)
+        known = None
+        if "out" not in kwargs:
+            # torch.compile does not find Tensor.__pow__ in a dict that has it.
+            name = getattr(func, "__name__", "")
+            known = _BY_NAME.get(name) if self.list.compiling else _KNOWN.get(func)
         if known is None:
             if func is torch.Tensor.__getitem__ or func is operators.getitem:
                 return getitem(self, *args)
