@@ -155,11 +155,12 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = None
-        if "out" not in kwargs:
-            # torch.compile does not find Tensor.__pow__ in a dict that has it.
-            name = getattr(func, "__name__", "")
-            known = _BY_NAME.get(name) if self.list.compiling else _KNOWN.get(func)
+        if "out" in kwargs:
+            known = None
+        elif self.list.compiling:  # where Tensor.__pow__ is not found in a dict that has it
+            known = _BY_NAME.get(getattr(func, "__name__", ""))
+        else:
+            known = _KNOWN.get(func)
         if known is None:
             if func is torch.Tensor.__getitem__ or func is operators.getitem:
                 return getitem(self, *args)
