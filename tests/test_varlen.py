@@ -310,7 +310,9 @@ def test_what_vmap_cannot_map_is_refused_by_name() -> None:
 
 def test_signature_is_that_of_torch() -> None:
     """The same names, kinds and defaults, in the same order; more follow by name only."""
-    for name in ("varlen_attn", "varlen_attn_out"):
+    names = [n for n in ("varlen_attn", "varlen_attn_out") if hasattr(of_torch, n)]
+    assert len(names) > (torch.__version__ >= "2.12")  # torch 2.11 has the first alone
+    for name in names:
         ours = inspect.signature(getattr(torch_attn, name)).parameters.values()
         theirs = inspect.signature(getattr(of_torch, name)).parameters.values()
         for own, other in zip(ours, theirs, strict=False):

@@ -331,8 +331,9 @@ class Tracer(TorchFunctionMode):
             if whole:
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
+            else:
+                self.made[id(c)] = c  # so that no other tensor gets its id
             self.computed[key] = found
-            self.made[id(c)] = c  # so that no other tensor gets its id
         return found
 
     def of(self, name: str, *values: Any) -> Value:
