@@ -33,6 +33,12 @@ def values(function: Function, x: Tensor, y: Tensor) -> Tensor:
     return torch_attn.flex_attention(query, key, key, score, return_lse=True)[1][0, 0]  # type: ignore[arg-type]
 
 
+def same_tensor(x: Tensor) -> Tensor:
+    y = x.contiguous().to(x.dtype).type_as(x)  # PyTorch returns x itself
+    y += 1
+    return x
+
+
 NUMBERS = [0.0, 0.1, -0.1, 0.5, -2.5, 3.0, 1e-3, -1e6, 7.25, INF, -INF, NAN]
 OPERATIONS: dict[str, Function] = {
     "relu": lambda x, y: F.relu(x),
@@ -53,6 +59,10 @@ OPERATIONS: dict[str, Function] = {
     "to(bfloat16)": lambda x, y: (x * 1.001).to(torch.bfloat16),
     "type('torch.HalfTensor')": lambda x, y: x.type("torch.HalfTensor"),
     "type(torch.FloatTensor)": lambda x, y: x.type(torch.FloatTensor),
+    "float": lambda x, y: x.float(),
+    "square of booleans": lambda x, y: ((x < y) ** 2 + torch.square(x < y)).double(),
+    "other=": lambda x, y: torch.remainder(torch.add(x, other=1), other=3.0),
+    "to the same dtype": lambda x, y: same_tensor(x),
 }
 
 
@@ -64,10 +74,11 @@ def test_operations_have_pytorchs_values(name: str, dtype: torch.dtype) -> None:
         t.flatten()
         for t in torch.meshgrid(*[torch.tensor(NUMBERS, dtype=dtype)] * 2, indexing="ij")
     )
-    expected = OPERATIONS[name](x, y).to(dtype)
+    expected = OPERATIONS[name](x.clone(), y.clone()).to(dtype)
     found = values(OPERATIONS[name], x, y)
     # The logsumexp is computed with powers of 2, and of -inf and inf as they are.
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    near = 1e-6 if dtype == torch.float32 else 1e-14
+    torch.testing.assert_close(found, expected, rtol=near, atol=near, equal_nan=True)
 
 
 WHOLE = torch.tensor([0, 1, -1, 5, -7, 127, 128, -129, 255, 256, 40000, -70000, 2**31 - 1])
@@ -190,6 +201,60 @@ def test_gradients_of_tables_of_16_bits_are_summed_in_float32(
     assert largest(found - exact) <= ulp(largest(exact), dtype) + 2e-6
 
 
+NARROW: dict[str, Callable[..., Tensor]] = {
+    "of the query and the pair": lambda t, n, i, j: t[n[i], i * j % 3],
+    "of the query and the key": lambda t, n, i, j: t[n[i], n[j] * 0] * j,
+    "alone, then a number": lambda t, n, i, j: t[n[i]][2],
+    "negative": lambda t, n, i, j: t[n[j] - 101, i * j % 3],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("name", NARROW)
+def test_indices_of_few_bits(name: str, dtype: torch.dtype) -> None:
+    """The place in a table is computed with more bits than the index has."""
+    if name == "negative" and dtype == torch.uint8:
+        return
+    x, table, number = torch.randn(3, 1, 1, 9, 8), torch.randn(101, 300), torch.full((9,), 100)
+    look_up = NARROW[name]
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    exact = look_up(table, number, i, j).expand(9, 9) if "alone" not in name else table[100, 2]
+    n = number.to(dtype)
+    found = torch_attn.flex_attention(*x, lambda s, b, h, i, j: s + look_up(table, n, i, j))
+    torch.testing.assert_close(found, torch_attn.sdpa(*x, exact.expand(9, 9)))
+
+
+def test_numbers_of_the_pair_in_wide_masks_are_float32() -> None:
+    """Whole numbers of 64 bits do not change how floating numbers are computed."""
+    x = torch.randn(3, 1, 1, 11, 8)
+    masks = [
+        lambda b, h, i, j: ((i * j).float() * 0.1 == 0.3) | (i * 10**10 * j < 5),
+        lambda b, h, i, j: (i * 10**10 + j * 7 % 5).float() == (i * 10**10).float(),
+        lambda b, h, i, j: (i * 10**10 * j + j) * 1.0 == (i * 10**10 * j) * 1.0,
+        lambda b, h, i, j: torch.tanh((i * j) * 0.1) * 1e10 + i * 10**10 * j > 7e9,
+    ]
+    i, j = torch.arange(11)[:, None], torch.arange(11)
+    for mask in masks:
+        seen = mask(0, 0, i, j)
+        found = torch_attn.flex_attention(*x, None, mask)
+        torch.testing.assert_close(found, torch_attn.sdpa(*x, seen))
+
+
+def test_score_and_mask_may_share_whole_numbers() -> None:
+    """64 bits of a mask_mod are not asked of the score_mod beside it."""
+    x, table = torch.randn(3, 1, 1, 9, 8), torch.tensor([1, 2, 3, 4, 5])
+    number = lambda i, j: table[i * j % 5] * table[(i * j + 1) % 5] % 7  # noqa: E731
+    i, j = torch.arange(9)[:, None], torch.arange(9)
+    bias = number(i, j).float().masked_fill(number(i, j) >= 4, -INF)
+    found = torch_attn.flex_attention(
+        *x, lambda s, b, h, i, j: s + number(i, j), lambda b, h, i, j: number(i, j) < 4
+    )
+    torch.testing.assert_close(found, torch_attn.sdpa(*x, bias))
+    table = torch.tensor([100000, 200003, 3, 400001, 70001])
+    with pytest.raises(RuntimeError, match="from 9 to 160000800001, beyond the 32 bits"):
+        torch_attn.flex_attention(*x, lambda s, b, h, i, j: s + number(i, j))
+
+
 def test_gradients_of_strided_tables_of_16_bits() -> None:
     """`r[i + j]` is read in place, and several pairs read one number."""
     x = torch.randn(3, 1, 1, 900, 8)
@@ -228,6 +293,15 @@ def test_a_tensor_of_the_function_must_not_change_after_a_lookup() -> None:
             RuntimeError, match=r"changes a tensor that the function has used \(.*line"
         ):
             torch_attn.flex_attention(*x, function)
+
+    def with_view(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        t = torch.zeros(2)
+        first = t[0]
+        first += s
+        return s + t.sum()
+
+    with pytest.raises(RuntimeError, match="changes a tensor that has views"):
+        torch_attn.flex_attention(*x, with_view)
 
     def before(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         t = torch.zeros(20)

@@ -233,14 +233,19 @@ class List:
             return (int(x), int(x)) if type(x) in (int, bool) else None
         if x.type == "b":
             return 0, 1
-        unread = x.type == "i" and x.limits is None and x.kind != PAIR and not self.compiling
-        if unread and x.tensor.numel():
+        if x.type == "i" and x.limits is None and x.kind != PAIR:
+            x.limits = self.limits_of(x.tensor)
+        return x.limits
+
+    def limits_of(self, numbers: Tensor) -> Limits | None:
+        """Returns the least and the largest number of a tensor; None if they cannot be read."""
+        if not self.compiling and numbers.numel():
             # Under torch.func.vmap the numbers cannot be read. index_select then checks the
             # indices.
             with contextlib.suppress(RuntimeError):
-                least, most = x.tensor.detach().aminmax()
-                x.limits = int(least), int(most)
-        return x.limits
+                least, most = numbers.detach().aminmax()
+                return int(least), int(most)
+        return None
 
     def place(self, x: Any, type_: str) -> int:
         """Converts a Value or a number to a type. Returns the place of the result in the list."""
@@ -343,7 +348,10 @@ class List:
 
 @functools.lru_cache(maxsize=256)
 def write(
-    nodes: tuple[tuple[Any, ...], ...], results: tuple[int, ...], wide: frozenset[int]
+    nodes: tuple[tuple[Any, ...], ...],
+    results: tuple[int, ...],
+    wide: tuple[frozenset[int], ...],
+    dtype: torch.dtype,
 ) -> tuple[list[str], list[int], list[tuple[str, str, int]]]:
     """Returns a string for each result, with only the operations that the result needs.
 
@@ -354,14 +362,17 @@ def write(
         other leaves columns of a second tensor.
     """
     texts, counts, columns = [], [], {}  # type: ignore[var-annotated]
-    for result in results:
+    for result, places in zip(results, wide, strict=True):
         needed = {result}
         for place in range(result, -1, -1):
             if place in needed:
                 needed.update(x for x in nodes[place][2:] if type(x) is int)
-        number = {place: n for n, place in enumerate(sorted(needed))}
-        lines, count = ["attn.program 1 wide" if needed & wide else "attn.program 1"], 0
-        for place, n in number.items():
+        is_wide = bool(needed & places)
+        # Kernels evaluate a wide list in float64.
+        rounds = is_wide and dtype == torch.float32
+        number: dict[int, int] = {}
+        lines, count = ["attn.program 1 wide" if is_wide else "attn.program 1"], 0
+        for place in sorted(needed):
             type_, name, *operands = nodes[place]
             words = []
             for x in operands:
@@ -374,8 +385,14 @@ def write(
                     words.append(f"%{number[x]}")
                 else:
                     words.append(x)
-            count += any(type(x) is int for x in operands)
-            lines.append(" ".join([f"%{n}", type_, name, *words]))
+            is_operation = any(type(x) is int for x in operands)
+            count += is_operation
+            number[place] = len(lines) - 1
+            lines.append(" ".join([f"%{number[place]}", type_, name, *words]))
+            if rounds and type_ == "f" and (is_operation or name == "const"):
+                count += 1
+                lines.append(f"%{number[place] + 1} f float32 %{number[place]}")
+                number[place] += 1
         texts.append("\n".join([*lines, f"return %{number[result]}\n"]))
         counts.append(count)
     return texts, counts, [(kind, *leaf) for (kind, _), of in columns.items() for leaf in of]
@@ -391,7 +408,10 @@ def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callabl
     """
     bitwise = name in ("and", "or", "xor", "not")
 
-    def rule(ops: List, *operands: Any, alpha: Any = 1) -> Value:
+    def rule(
+        ops: List, *operands: Any, input: Any = None, other: Any = None, alpha: Any = 1
+    ) -> Value:
+        operands = *operands, *(x for x in (input, other) if x is not None)
         if not (type(alpha) is int and alpha == 1):  # of add and sub
             operands = operands[0], RULES["mul"](ops, operands[1], alpha)
         dtype = promoted(*operands, 1.0) if floating else promoted(*operands)
@@ -434,6 +454,8 @@ def _floor(ops: List, input: Value) -> Value:
 
 
 def _square(ops: List, input: Value) -> Value:
+    if input.type == "b":
+        input = _converted(ops, input, torch.int64)
     floating = letter(input.dtype) == "f"
     return _simple("square")(ops, input) if floating else RULES["mul"](ops, input, input)
 
@@ -441,6 +463,8 @@ def _square(ops: List, input: Value) -> Value:
 def _pow(ops: List, input: Any, exponent: Any) -> Value:
     if type(input) in (int, float) and input == 2 and letter(exponent.dtype) == "f":
         return RULES["exp2"](ops, exponent)
+    if type(exponent) is float and input.type != "f":
+        input = _converted(ops, input, torch.get_default_dtype())
     names = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     name = names.get(exponent) if type(exponent) in (int, float) else None
     if name is None or (name != "square" and letter(input.dtype) != "f"):
@@ -531,7 +555,7 @@ _CONVERTS = (
     "float:float32 double:float64 half:float16 bfloat16:bfloat16 long:int64 int:int32 "
     "short:int16 char:int8 byte:uint8 bool:bool"
 )
-_CONVERSIONS = dict(pair.split(":") for pair in _CONVERTS.split())
+CONVERSIONS = dict(pair.split(":") for pair in _CONVERTS.split())
 RULES: dict[str, Callable[..., Value]] = {
     "add": _simple("add", "or"),
     "sub": _simple("sub"),
@@ -558,7 +582,7 @@ RULES: dict[str, Callable[..., Value]] = {
     "masked_fill": lambda ops, input, mask, value: _where(ops, mask, value, input, input.dtype),
     **dict.fromkeys(("to", "type_as", "clone", "contiguous"), _to),
     "type": _type,
-    **{name: _converts(getattr(torch, dtype)) for name, dtype in _CONVERSIONS.items()},
+    **{name: _converts(getattr(torch, dtype)) for name, dtype in CONVERSIONS.items()},
 }
 _ALIASES = (
     "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"

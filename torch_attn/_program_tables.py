@@ -203,14 +203,19 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
         table = table.permute(*found, *(d for d in range(source.dim()) if d not in found))
         table = table[tuple(None if dim is None else slice(None) for dim in own)]
         numbers = as_dtype(table, tracer.list.dtype)
-        if type_ == "i" and not tracer.keeps(numbers, table):
-            tracer.fail(f"{tracer.name_of(source)} has whole numbers beyond 2^24")
         size = math.prod(numbers.shape[3:])
         tracer.list.leaves["t", number] = numbers.reshape(*numbers.shape[:3], size)
     node = tracer.list.add("f", name, ("t", number), place)
     if type_ != "f":
         node = tracer.list.add(type_, "bool" if type_ == "b" else "int", node)
-    return tracer.list.value(PAIR, source.dtype, node=node)
+    value = tracer.list.value(PAIR, source.dtype, node=node)
+    if type_ == "i":
+        value.limits = tracer.list.limits_of(source)
+        most = 2**53 if tracer.list.dtype == torch.float64 else 2**24
+        if value.limits and not -most <= value.limits[0] <= value.limits[1] <= most:
+            power = most.bit_length() - 1
+            tracer.fail(f"{tracer.name_of(source)} has whole numbers beyond 2^{power}")
+    return value
 
 
 def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int | None]) -> Value:
@@ -225,6 +230,8 @@ def _index_of(tracer: Tracer, source: Tensor, places: list[Any], own: list[int |
         x, size = places[dim], source.size(dim)
         if dim in own:
             continue
+        if x.dtype not in (torch.int32, torch.int64):  # it would wrap around below
+            x = tracer.elementwise("long", torch.Tensor.long, [x], {}, [x])
         if x.kind != PAIR:
             _check_index(tracer, source, dim, x)
         limits = tracer.list.limits(x)
@@ -267,7 +274,7 @@ def _select(source: Tensor, places: list[Value | None]) -> Tensor:
         source = source.permute([dim for dim, x in enumerate(places) if x is not None] + rest)
     flat: Any = None
     for index, size in zip((x for x in places if x is not None), source.shape, strict=False):
-        at = index.tensor
+        at = index.tensor.long()  # an int8 would wrap around below
         if index.limits is None or index.limits[0] < 0:
             at = torch.where(at < 0, at + size, at)
         flat = at if flat is None else flat * size + at

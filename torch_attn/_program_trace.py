@@ -14,13 +14,13 @@ attribute `_attn` is the Value for which the place stands.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import linecache
 import operator as operators
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_attn._program_list import (
+    CONVERSIONS,
     DISTANCE,
     HEAD,
     KEY,
@@ -157,8 +158,9 @@ class Tracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if "out" in kwargs:
             known = None
-        elif self.list.compiling:  # where Tensor.__pow__ is not found in a dict that has it
-            known = _BY_NAME.get(getattr(func, "__name__", ""))
+        elif self.list.compiling and isinstance(func, FunctionType):
+            # Such as Tensor.__pow__, which torch.compile does not find in a dict that has it.
+            known = _BY_NAME.get(func.__name__)
         else:
             known = _KNOWN.get(func)
         if known is None:
@@ -189,12 +191,19 @@ class Tracer(TorchFunctionMode):
         result = self.elementwise(name, function, values, named, operands)
         if in_place or kwargs.get("inplace"):
             return self.assign(args[0], result, name)
+        if name in _SAME and result.dtype == args[0].dtype and not kwargs.get("copy"):
+            return args[0]  # as PyTorch returns the tensor itself
         return self.put(result)
 
     def assign(self, target: Any, value: Value, name: str) -> Any:
         """Assigns in place, as `target += x` does: every reference sees the new value."""
         if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
+        if id(target) in self.made and not self.list.compiling:
+            at = target.untyped_storage().data_ptr()
+            made = (x for x in self.made.values() if x is not target and isinstance(x, Tensor))
+            if any(at == x.untyped_storage().data_ptr() for x in made):
+                self.fail(f"{name} changes a tensor that has views", "compute a new one")
         own: Any = self.value(target)
         if "bif".index(value.type) > "bif".index(own.type):
             self.fail(f"{name} would change {target.dtype} in place to {value.dtype}")
@@ -211,8 +220,9 @@ class Tracer(TorchFunctionMode):
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
         dtype = torch.int64
-        if affine is not None and any(x.dtype != dtype for x in of):
-            dtype = promoted(*values)
+        if affine is not None:
+            if any(x.dtype != dtype for x in of):
+                dtype = promoted(*values)
             affine = affine if self.fits(affine, dtype) else None
         if affine is not None and (moved := self.of_affine(affine, dtype)) is not None:
             return moved
@@ -228,7 +238,7 @@ class Tracer(TorchFunctionMode):
         if (
             whole
             and (name in _DIVISIONS or (name == "div" and named.get("rounding_mode")))
-            and (type(values[1]) is Value and letter(promoted(*values)) == "i")
+            and (len(values) > 1 and type(values[1]) is Value and letter(promoted(*values)) == "i")
         ):
             if self.list.limits(values[1]) == (0, 0):
                 self.fail(f"{name} by 0, for every pair", "divide by another number")
@@ -296,8 +306,10 @@ class Tracer(TorchFunctionMode):
     def fits(self, affine: tuple[int, int, Any], dtype: torch.dtype) -> bool:
         """Returns whether all numbers a i + b j + c are within an integer dtype, for certain."""
         a, b, c = affine
-        if dtype == torch.int64 or type(c) is not int:
+        if type(c) is not int:
             return dtype == torch.int64
+        if dtype == torch.int64 and max(abs(a), abs(b), abs(c)) < 2**31:
+            return True  # with fewer than 2^30 queries and keys
         ends = [a * i + b * j for i in (0, self.lengths[ROW]) for j in (0, self.lengths[KEY])]
         most = torch.iinfo(dtype).max
         return max(ends) + abs(c) <= most and min(ends) - abs(c) >= -most
@@ -404,15 +416,6 @@ class Tracer(TorchFunctionMode):
 
     # Errors
 
-    def keeps(self, numbers: Tensor, of: Tensor) -> bool:
-        """Returns whether a conversion kept all numbers.
-
-        Returns True under torch.compile and vmap, because numbers cannot be read there.
-        """
-        with contextlib.suppress(RuntimeError):
-            return self.list.compiling or torch.equal(numbers.to(of.dtype), of)
-        return True
-
     def check_captured(self, x: Tensor) -> None:
         dense = x.layout == torch.strided and not is_traceable_wrapper_subclass(x)
         if not dense or x.is_complex() or x.is_quantized:
@@ -497,6 +500,7 @@ def _named(holders: Iterable[Any], names: str) -> frozenset[Any]:
 _AFFINE = frozenset(("add", "sub", "neg", "mul"))
 _DIVISIONS = frozenset(("floor_divide", "remainder", "fmod"))
 _CONVERSIONS = frozenset(("to", "long", "int", "type"))
+_SAME = frozenset(("to", "type", "type_as", "contiguous", *CONVERSIONS))
 _COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
 _HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
 # Functions that work on vectors (over rows, keys or distances), but not on values of the pair.

@@ -115,20 +115,24 @@ def trace(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     tracer = Tracer((batch, heads, queries, keys), compute, torch.device(device))
     tracer.dtypes = dtype, compute
-    results = []
+    results: list[int] = []
+    wide: list[frozenset[int]] = []
     kind = tracer.device.type
     cast = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
         if score_mod is not None:
             score = tracer.list.value(PAIR, compute, node=tracer.list.add("f", "score"))
             results.append(tracer.run("score_mod", score_mod, [score, *tracer.indices], "f"))
+            wide.append(frozenset(tracer.list.wide))
         if mask_mod is not None:
             tracer.tracking, tracer.list.in_mask = False, True
             with torch.no_grad():
+                tracer.list.wide.clear()
                 results.append(tracer.run("mask_mod", mask_mod, tracer.indices, "b"))
+            wide.append(frozenset(tracer.list.wide))
     writer = write.__wrapped__ if tracer.list.compiling else write
-    wide = frozenset(tracer.list.wide)
-    texts, counts, read = writer(tuple(tracer.list.nodes), tuple(results), wide)
+    places = tuple(tracer.list.nodes)
+    texts, counts, read = writer(places, tuple(results), tuple(wide), compute)
     if max(counts, default=0) > MOST_OPERATIONS:
         tracer.fail(f"{max(counts)} operations of the pair; at most {MOST_OPERATIONS}")
     columns: dict[str, list[Tensor]] = {}

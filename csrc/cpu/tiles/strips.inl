@@ -76,17 +76,15 @@ ATTN_INLINE T floor_quotient_of(T x, T y) {
 // Rounds numbers to a storage type S.
 template <class S, class T>
 ATTN_INLINE Vec<T> rounded_to(Vec<T> x) {
-  for (int i = 0; i < kLanes<T>; i += kLanes<float>) {
-    float narrow[kLanes<float>] = {};
-    for (int lane = 0; lane < kLanes<float> && i + lane < kLanes<T>; ++lane)
-      narrow[lane] = static_cast<float>(x[i + lane]);
-    if constexpr (!std::is_same_v<S, float>) {
-      S stored[kLanes<float>];
-      store_as(stored, load<float>(narrow));
-      store<float>(narrow, load_as<float>(stored));
-    }
-    for (int lane = 0; lane < kLanes<float> && i + lane < kLanes<T>; ++lane) x[i + lane] = narrow[lane];
+  float narrow[larger(kLanes<T>, kLanes<float>)] = {};
+  for (int i = 0; i < kLanes<T>; ++i) narrow[i] = static_cast<float>(x[i]);
+  __asm__("" : "+m"(narrow));  // GCC 12 would leave out a conversion to float and back to double
+  if constexpr (!std::is_same_v<S, float>) {
+    S stored[kLanes<float>];
+    store_as(stored, load<float>(narrow));
+    store<float>(narrow, load_as<float>(stored));
   }
+  for (int i = 0; i < kLanes<T>; ++i) x[i] = narrow[i];
   return x;
 }
 
