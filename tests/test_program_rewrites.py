@@ -168,3 +168,23 @@ def test_rewritten_strings_compute_the_same(name: str, is_left: bool, dtype: tor
 
         text = STRINGS[name, is_left].format(u=u, v=v)
         check({"score_mod": text}, plain, dtype, (u, v))
+
+
+@pytest.mark.usefixtures("cpu_capability")
+def test_the_sign_of_a_tanh_in_bfloat16() -> None:
+    """On the kernels of half types, too, in output and gradients."""
+    x = [torch.randn(1, 2, 70, 16).bfloat16() for _ in range(3)]
+    found, expected = [], []
+    for cap in (20.0, -20.0, -0.7):
+        score = lambda s, b, h, i, j, c=cap: c * tanh(s / c) - c * tanh(s)  # noqa: E731
+        q, k, v = (t.clone().requires_grad_() for t in x)
+        output = torch_attn.flex_attention(q, k, v, score)
+        assert isinstance(output, Tensor)
+        found += [output, *torch.autograd.grad(output.float().sin().sum(), (q, k, v))]
+        q, k, v = (t.float().requires_grad_() for t in x)
+        output = torch.softmax(score(q @ k.mT / 4, 0, 0, 0, 0), -1) @ v
+        expected += [output, *torch.autograd.grad(output.sin().sum(), (q, k, v))]
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            ours.float(), exact, rtol=0.03, atol=0.03 * float(exact.detach().abs().max())
+        )

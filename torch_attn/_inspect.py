@@ -394,6 +394,7 @@ def _of_sdpa(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     mean: bool = False,
+    with_rows: bool = True,
     **options: Any,
 ) -> _Attention:
     given = {n: o for n, o in options.items() if n not in _SCALES or o is not None}
