@@ -287,14 +287,19 @@ def written_into(*args: Any, **options: Any) -> Tensor:
     return torch_attn.varlen_attn_out(torch.empty(L, H, E, dtype=torch.float64), *args, **options)
 
 
-def inspected(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    class Calls(nn.Module):
-        def forward(self) -> Any:
-            return attention(query, key, value, **options)
+def inspected(function: Function) -> Function:
+    """Gives what `inspect` sees of a model that calls the function."""
 
-    (layer,) = torch_attn.inspect(Calls()).layers
-    stats = layer.largest_score, layer.entropy, layer.logsumexp, layer.received_weight
-    return layer.weights, *stats, layer.visible_keys
+    def call(*args: Tensor, **options: Any) -> Any:
+        class Calls(nn.Module):
+            def forward(self) -> Any:
+                return function(*args, **options)
+
+        (layer,) = torch_attn.inspect(Calls()).layers
+        stats = layer.largest_score, layer.entropy, layer.logsumexp, layer.received_weight
+        return layer.weights, *stats, layer.visible_keys
+
+    return call
 
 
 def to_be_inspected(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
@@ -384,7 +389,10 @@ DOORS: dict[str, Door] = {
     "torch's varlen_attn, replaced": Door(
         packed(replaced(varlen.varlen_attn)), OF_TORCH, learns=False, **SEQUENCES
     ),
-    "inspect": Door(inspected, DENSE, to_be_inspected, learns=False),
+    **{
+        f"inspect, {name}": Door(inspected(function), DENSE, to_be_inspected, learns=False)
+        for name, function in (("sdpa", in_groups(torch_attn.sdpa)), ("ops.attention", attention))
+    },
     "module": Door(by_module(False), OF_MODULE),
     "module, weights": Door(by_module(True), OF_MODULE, output_and_weights),
     "module, weights after dropout": Door(by_module(True, 1e-30), OF_MODULE, output_and_weights),
