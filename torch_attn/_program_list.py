@@ -108,11 +108,10 @@ def _word(x: Any, type_: str) -> str:
 
 
 Limits = tuple[int, int]
-_MOST = 2**31 - 1, 2**63 - 1  # of 32 and of 64 bits
 
 
 def _within(limits: Limits, bits: int) -> bool:
-    most = _MOST[bits == 64]
+    most: int = 2 ** (bits - 1) - 1
     return -most - 1 <= limits[0] and limits[1] <= most
 
 
@@ -143,7 +142,9 @@ def _limits_of(name: str, of: list[Limits]) -> Limits | None:
         return min(c + 1, 0), max(d - 1, 0)
     if name == "floor_divide":
         divisors = [n for n in (c, d, -1, 1) if n and c <= n <= d]
-        quotients = [x // n for x in (a, b) for n in divisors] + [0] * (c <= 0 <= d)  # by 0: 0
+        quotients = [x // n for x in (a, b) for n in divisors]
+        if c <= 0 <= d:  # by 0: 0
+            quotients.append(0)
         return min(quotients), max(quotients)
     if not all(type(x) is int for limits in of for x in limits):
         return None  # symbolic numbers have no bits
@@ -411,7 +412,8 @@ def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callabl
     def rule(
         ops: List, *operands: Any, input: Any = None, other: Any = None, alpha: Any = 1
     ) -> Value:
-        operands = *operands, *(x for x in (input, other) if x is not None)
+        for x in (input, other):
+            operands = operands if x is None else (*operands, x)
         if not (type(alpha) is int and alpha == 1):  # of add and sub
             operands = operands[0], RULES["mul"](ops, operands[1], alpha)
         dtype = promoted(*operands, 1.0) if floating else promoted(*operands)

@@ -60,7 +60,7 @@ class Tracer(TorchFunctionMode):
         self.tracking = torch.is_grad_enabled()
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
-        self.made: dict[int, Any] = {}  # tensors that the functions made, by id
+        self.made: list[Tensor] = []  # tensors that the functions made
         self.used: list[Tensor] = []  # those of them that the list reads
         self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # by id: see wide()
         self.empty: dict[torch.dtype, Tensor] = {}
@@ -102,7 +102,7 @@ class Tracer(TorchFunctionMode):
             result = function(*places)
         if isinstance(result, bool | int | float):
             result = torch.tensor(result, device=self.device)
-            self.made[id(result)] = result
+            self.made.append(result)
         value = self.value(result) if isinstance(result, Tensor) else None
         if value is None or value.shape:
             is_tensor = isinstance(result, Tensor)
@@ -127,7 +127,7 @@ class Tracer(TorchFunctionMode):
         return self.captured[id(x)][1]
 
     def is_made(self, x: Any) -> bool:
-        return id(x) in self.made
+        return any(x is made for made in self.made)  # torch.compile knows no id() of these
 
     def use(self, x: Tensor) -> None:
         """Notes that the list reads a tensor, which must not change from here on."""
@@ -199,9 +199,9 @@ class Tracer(TorchFunctionMode):
         """Assigns in place, as `target += x` does: every reference sees the new value."""
         if not (hasattr(target, "_attn") or self.is_made(target)):
             self.fail(f"{name} changes a captured tensor in place", "compute a new one")
-        if id(target) in self.made and not self.list.compiling:
+        if not self.list.compiling and self.is_made(target):
             at = target.untyped_storage().data_ptr()
-            made = (x for x in self.made.values() if x is not target and isinstance(x, Tensor))
+            made = (x for x in self.made if x is not target and isinstance(x, Tensor))
             if any(at == x.untyped_storage().data_ptr() for x in made):
                 self.fail(f"{name} changes a tensor that has views", "compute a new one")
         own: Any = self.value(target)
@@ -344,7 +344,7 @@ class Tracer(TorchFunctionMode):
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
             else:
-                self.made[id(c)] = c  # so that no other tensor gets its id
+                self.made.append(c)  # so that no other tensor gets its id
             self.computed[key] = found
         return found
 
@@ -376,7 +376,7 @@ class Tracer(TorchFunctionMode):
         if not values or (func in _LIKE and list(values) == [0]):
             result = func(*args, **kwargs)
             if made:
-                self.made[id(result)] = result
+                self.made.append(result)
             return result
         kind = together(values.values())
         if kind == PAIR:
