@@ -431,3 +431,33 @@ def test_strided_queries() -> None:
         assert isinstance(found, Tensor)
         assert torch.equal(found, torch_attn.flex_attention(*view.contiguous(), score))  # type: ignore[arg-type]
         assert found.stride() == torch_attn.sdpa(*view).stride()
+
+
+# --- what the fuzzer found ------------------------------------------------------------------------
+
+
+def test_gradients_of_bounds_that_are_equal() -> None:
+    """PyTorch's: the lower bound has none where it is the upper one, too."""
+    numbers = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    of = torch.cartesian_prod(numbers, numbers, numbers)
+    differ = (of[:, 0] != of[:, 1]) & (of[:, 0] != of[:, 2])  # at a bound, releases of torch differ
+    x = [of[differ, n].clone().requires_grad_() for n in range(3)]
+    query = torch.zeros(1, 1, len(x[0]), 8, dtype=torch.float64)
+    one = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
+    score = lambda s, b, h, i, j: torch.clamp(s + x[0][i], s + x[1][i], s + x[2][i])  # noqa: E731
+    read = torch_attn.flex_attention(query, one, one, score, return_lse=True)[1]
+    ours = torch.autograd.grad(read.sum(), x)  # type: ignore[union-attr]
+    theirs = torch.autograd.grad(torch.clamp(*x).sum(), x)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_numbers_after_an_index_of_the_pair() -> None:
+    x, table = torch.randn(3, 1, 2, 9, 8), torch.randn(5, 2, 4, 3)
+    functions = [
+        lambda s, b, h, i, j: s + table[i * j % 5][1][2][0],
+        lambda s, b, h, i, j: s + table[i * j % 5][h][2, j % 3],
+        lambda s, b, h, i, j: s + table[i * j % 5][..., 1:][h, 2][j % 2],
+    ]
+    for function in functions:
+        expected = reference.flex_attention(*x, function)[0]
+        torch.testing.assert_close(torch_attn.flex_attention(*x, function), expected)
