@@ -178,7 +178,7 @@ class List:
             cannot be read, so constants become leaves.
 
     Attributes:
-        in_mask: whether the operations are those of mask_mod.
+        in_mask: whether mask_mod is running, not score_mod.
         wide: the places whose whole numbers need 64 bits. Kernels have them in a mask_mod, and in
             a score_mod whose numbers are float64.
     """

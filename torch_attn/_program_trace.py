@@ -61,7 +61,7 @@ class Tracer(TorchFunctionMode):
         self.computed: dict[Any, Value] = {}  # by function and arguments
         self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
         self.made: list[Tensor] = []  # tensors that the functions made
-        self.used: list[Tensor] = []  # those of them that the list reads
+        self.used: list[Tensor] = []  # tensors of `made` that the list reads
         self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # by id: see wide()
         self.empty: dict[torch.dtype, Tensor] = {}
         self.tables: dict[Any, tuple[int, Tensor]] = {}  # (number, table) by what is read
