@@ -44,7 +44,7 @@ OPERATORS = [
     *((r"(?<=[ (\[])-(?=[a-z])", ""), (r"\bnot |!(?=[\w(])", "")),  # a sign, a negation
     (rf"\bif (constexpr )?({NEGATED})", r"if \1(!\2)"),
     (r"\b(if|while) (?=[a-z][^(]*:$)", r"\1 not "),
-    # Of rewrites: a condition is left out, operands change places, a sign is lost.
+    # A rewrite loses a condition or a sign, or its operands change places.
     (r" (?:&&|\|\||and|or) !?[\w.:\->\[\]]+(?:\([^()]*\))?(?=[);?]| [?&|]| and | or |:$)", ""),
     (r"\((\w[\w.\[\]]*), (\w[\w.\[\]]*)\)", r"(\2, \1)"),
     (r"g\.add\(Op::neg, ([\w.\[\]]+)\)", r"\1"),

@@ -409,7 +409,7 @@ def drawn(index: int) -> grammar.Grammar:
 
 
 def test_the_grammar_writes_every_operation() -> None:
-    """Of the tracer's own table: a new operation fails here until the grammar has it."""
+    """A new operation in the tracer's table fails here until the grammar has it."""
     assert set(grammar.WRITTEN) | set(grammar.ALIASES) == set(RULES)
     assert all(RULES[alias] is RULES[name] for alias, name in grammar.ALIASES.items())
     for name in grammar.WRITTEN:

@@ -1,7 +1,7 @@
 """Rewrites of functions of the pair: each holds for constants of every kind, on both sides.
 
 A row with a single key has that key's score as its logsumexp. So the logsumexp reads a score_mod at
-chosen scores, and its derivatives are those of the score_mod.
+chosen scores, and has the same derivatives as the score_mod.
 """
 
 from __future__ import annotations

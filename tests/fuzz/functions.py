@@ -104,9 +104,9 @@ class Problem:
         return scope.get("score_mod"), scope.get("mask_mod")
 
     def unit(self) -> float:
-        """The unit of the narrowest captured tensor that functions read, but for those of 16 bits.
+        """Returns the largest rounding unit of the captured tensors that the functions read.
 
-        The functions convert those, because operations of the pair in 16 bits are not rounded.
+        Leaves out tensors of 16 bits, because the functions convert them before they compute.
         """
         text = rendered(self.score + self.mask, plain=True)
         read = [x.numbers for n, x in self.captured(torch.float64).items() if f"{n}" in text]
@@ -219,7 +219,7 @@ def results(
 ) -> Results:
     """The output, the logsumexp, the gradients and, if asked, second derivatives and a tangent."""
     x = problem.tensors(dtype)
-    # Of a quotient of whole numbers, for example.
+    # A quotient of whole numbers, for example, has the default dtype.
     torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
     found = attend(problem, x)
     named = dict(zip(("output", "logsumexp"), found, strict=True))
