@@ -8,7 +8,8 @@ stored in the pages of a :class:`PagedCache`. :func:`flex_attention` takes funct
 that change scores and hide keys. :mod:`torch_attn.reference` is the textbook version of attention.
 
 In existing models, :func:`replacing_sdpa` replaces ``F.scaled_dot_product_attention`` by
-:func:`sdpa`, and :func:`convert` replaces :class:`torch.nn.MultiheadAttention` by
+:func:`sdpa`, and :func:`replacing_flex` replaces PyTorch's FlexAttention by :func:`flex_attention`.
+:func:`convert` replaces :class:`torch.nn.MultiheadAttention` by
 :class:`torch_attn.nn.MultiheadAttention`. :func:`unconvert` undoes that conversion.
 :func:`inspect` shows what a model attends to, and :mod:`torch_attn.plots` draws it.
 """
@@ -26,6 +27,12 @@ from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache
 from torch_attn._programs import Program, score_program
 from torch_attn._quantize import quantize_kv
+from torch_attn._replace_flex import (
+    flex_is_replaced,
+    replace_flex,
+    replacing_flex,
+    restore_flex,
+)
 from torch_attn.flex import flex_attention
 from torch_attn.functional import (
     Stats,
@@ -63,12 +70,16 @@ __all__ = [
     "calls",
     "convert",
     "flex_attention",
+    "flex_is_replaced",
     "inspect",
     "invariant",
     "nn",
     "quantize_kv",
+    "replace_flex",
     "replace_sdpa",
+    "replacing_flex",
     "replacing_sdpa",
+    "restore_flex",
     "restore_sdpa",
     "score_program",
     "sdpa",

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from torch_attn import replace
+from torch_attn._when_imported import when_imported
 
-__all__ = ["calls", "count", "counter"]
+__all__ = ["calls", "calls_of", "count", "counter"]
 
 _calls: collections.Counter[str] = collections.Counter()  # in this process
 
@@ -23,15 +24,19 @@ def count(way: str) -> None:
 def counter(way: str) -> Callable[[], None]:
     """Returns a function that counts a call, also while a graph is traced.
 
-    The graph does not contain the count. A call of `counter` imports ``torch._dynamo``, which takes
-    seconds.
+    The graph does not contain the count.
     """
 
     def count() -> None:
         _calls[way] += 1
 
-    counts: Callable[[], None] = torch.compiler.assume_constant_result(count)  # type: ignore[no-untyped-call]
-    return counts
+    # Not now, because importing torch._dynamo takes seconds.
+    when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(count))  # type: ignore[no-untyped-call]
+    return count
+
+
+def calls_of(way: str) -> int:
+    return _calls[way]
 
 
 def calls() -> dict[str, int]:
@@ -44,9 +49,11 @@ def calls() -> dict[str, int]:
 
     Returns:
         "built-in": the calls of ``F.scaled_dot_product_attention`` that `attn` answered while
-        :func:`replace_sdpa` was on; "transformers" and "diffusers": calls by models of these
-        libraries, through :mod:`torch_attn.integrations`; "MultiheadAttention": calls of
-        :class:`torch_attn.nn.MultiheadAttention`, which :func:`convert` makes from torch's modules.
+        :func:`replace_sdpa` was on; "FlexAttention": the calls of PyTorch's FlexAttention that
+        `attn` answered while :func:`replace_flex` was on; "transformers" and "diffusers": calls by
+        models of these libraries, through :mod:`torch_attn.integrations`; "MultiheadAttention":
+        calls of :class:`torch_attn.nn.MultiheadAttention`, which :func:`convert` makes from torch's
+        modules.
 
     Example:
         >>> before = torch_attn.calls()["MultiheadAttention"]
@@ -56,5 +63,5 @@ def calls() -> dict[str, int]:
         >>> torch_attn.calls()["MultiheadAttention"] - before
         1
     """
-    ways = ("transformers", "diffusers", "MultiheadAttention")
+    ways = ("FlexAttention", "transformers", "diffusers", "MultiheadAttention")
     return {"built-in": replace.answered(), **{way: _calls[way] for way in ways}}

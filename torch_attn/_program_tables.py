@@ -260,7 +260,8 @@ def _check_index(tracer: Tracer, source: Tensor, dim: int, index: Value) -> None
     for number in tracer.list.limits(index) or ():
         if not -size <= number < size:
             name = tracer.name_of(source)
-            tracer.fail(f"index {number} is out of range in dimension {dim} of {name}")
+            what = f"index {number} is out of range in dimension {dim} of {name}"
+            tracer.fail(what, is_wrong=True)
 
 
 def _select(source: Tensor, places: list[Value | None]) -> Tensor:

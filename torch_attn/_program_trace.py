@@ -46,7 +46,14 @@ from torch_attn._program_list import (
 )
 from torch_attn._program_tables import getitem
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "UnsupportedError"]
+
+
+class UnsupportedError(RuntimeError):
+    """A score_mod or mask_mod does something that the kernels cannot compute for every pair.
+
+    It is raised before anything is computed. Its message names the operation and the line.
+    """
 
 
 class Tracer(TorchFunctionMode):
@@ -449,12 +456,16 @@ class Tracer(TorchFunctionMode):
         names = [n for n, x in known.items() if x is tensor]
         return f"{names[0] if names else 'a tensor'} of shape {list(tensor.shape)}"
 
-    def fail(self, what: str, hint: str = "") -> NoReturn:
+    def fail(self, what: str, hint: str = "", is_wrong: bool = False) -> NoReturn:
+        """Refuses the function; `is_wrong` if PyTorch's FlexAttention must not run it either."""
         where = ""
         if not self.list.compiling and (frame := _frame_of_user()):
             file, line = frame.f_code.co_filename, frame.f_lineno
             where = f" ({file}, line {line}: {linecache.getline(file, line).strip()})"
-        raise RuntimeError(f"torch_attn.flex_attention: {what}{where}{hint and f'; {hint}'}")
+        message = f"torch_attn.flex_attention: {what}{where}{hint and f'; {hint}'}"
+        if is_wrong:
+            raise RuntimeError(message)
+        raise UnsupportedError(message)
 
 
 @functools.cache

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torch_attn._program_trace import UnsupportedError
 from torch_attn._programs import MaskMod, Program, ScoreMod, remembered
 from torch_attn.functional import _number, _refuse_others
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-__all__ = ["flex_attention"]
+__all__ = ["UnsupportedError", "flex_attention"]
 
 _NAME = "attn::flex_attention"
 _NO_MASK = 1 << 30  # the block size of a BlockMask that hides nothing
@@ -68,8 +69,9 @@ def flex_attention(
         query that sees no key has the output 0 and the logsumexp -inf.
 
     Raises:
-        RuntimeError: a function does something that the kernels cannot compute for every pair (the
-            message names the operation and the line), or shapes, dtypes or indices do not fit.
+        torch_attn.flex.UnsupportedError: a function does something that the kernels cannot compute
+            for every pair. The message names the operation and the line. It is a RuntimeError.
+        RuntimeError: shapes, dtypes or indices do not fit.
         TypeError: query, key or value is no tensor, `block_mask` is neither a BlockMask nor a
             function, or `scale` is a tensor that requires a gradient or has a tangent.
         ValueError: `return_lse` is given together with `return_aux`.
@@ -105,13 +107,15 @@ def flex_attention(
     if query.is_cuda:
         from torch.nn.attention import flex_attention as of_torch
 
+        from torch_attn._replace_flex import original
+
         if callable(block_mask):
             block_mask = of_torch.create_block_mask(
                 block_mask, None, None, query.size(2), key.size(2), device=query.device
             )
         options: Any = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
         aux: Any = return_aux
-        return of_torch.flex_attention(query, key, value, *options, return_aux=aux)  # type: ignore[no-any-return]
+        return original(query, key, value, *options, return_aux=aux)  # type: ignore[no-any-return]
     blocks, block_size, mask_mod = _parts(block_mask, query, key)
     sizes = {"batch": max(query.size(0), key.size(0)), "heads": query.size(1)}
     program = Program(None, None)

@@ -1,10 +1,11 @@
-"""The switch that replaces the built-in attention by `attn`, without changes to the caller's code.
+"""Switches that replace PyTorch's attention by `attn`, without changes to the caller's code.
 
-While the switch is on, ``torch.ops.attn.sdpa`` computes every call of
+While the first switch is on, ``torch.ops.attn.sdpa`` computes every call of
 ``F.scaled_dot_product_attention`` in the process. The switch catches all callers, because it is in
 PyTorch's dispatcher (csrc/operators/replace.cpp and replace_varlen.cpp). This module counts the
 handles of the switch. It also discards the code that ``torch.compile`` keeps in memory, and marks
-the keys under which ``torch.compile`` stores code on disk.
+the keys under which ``torch.compile`` stores code on disk. The second switch is for
+FlexAttention (_replace_flex.py).
 """
 
 from __future__ import annotations
@@ -29,14 +30,39 @@ __all__ = [
 ]
 
 
-class Replacement:
-    """A handle of the switch; :func:`replace_sdpa` and :func:`replacing_sdpa` return it."""
+class Switch:
+    """A switch of this process, which is on while it has handles.
 
-    def __init__(self) -> None:
-        self._at_end: tuple[int, int] | None = None
-        _switch(+1)
-        self._at_start = _counts()
-        _on.add(self)
+    Attributes:
+        replaces: the function that the switch replaces.
+        hint: why programs may not call that function.
+    """
+
+    def __init__(self, replaces: str, hint: str = "") -> None:
+        self.replaces, self.hint = replaces, hint
+        self.times_on = 0
+        self.handles: set[Replacement] = set()
+
+    def counts(self) -> tuple[int, int]:
+        """The calls that attn has answered in this process, and those left to PyTorch."""
+        raise NotImplementedError
+
+    def change(self, by: int) -> bool:
+        """Counts a handle; returns whether this turned the switch. The caller holds the lock."""
+        raise NotImplementedError
+
+    def turned(self) -> None:
+        """Runs after the switch was turned on or off, without the lock."""
+
+
+class Replacement:
+    """A handle of a switch, which :func:`replace_sdpa` and :func:`replace_flex` return."""
+
+    def __init__(self, *switches: Switch) -> None:
+        self._at_start: dict[Switch, tuple[int, int]] = {}
+        self._at_end: dict[Switch, tuple[int, int]] = {}
+        for switch in switches:
+            _turn(switch, self, on=True)
 
     def remove(self) -> None:
         """Turns the switch off, unless another handle keeps it on. A second call does nothing.
@@ -51,28 +77,36 @@ class Replacement:
 
     def _take_back(self) -> bool:
         """Turns this handle off; returns whether it was on."""
-        was_on = self._at_end is None
-        _switch(-1, self)
-        return was_on
+        was_on = [_turn(switch, self, on=False) for switch in self._at_start]
+        return any(was_on)
 
     @property
     def calls(self) -> int:
-        """The number of calls that attn answered instead of the built-in while this handle was on.
+        """The number of calls that attn answered instead of PyTorch while this handle was on.
 
         The count covers the whole process. A call in a compiled function counts when the function
         is compiled, not when it runs. A call of ``torch.nn.attention.varlen`` counts whenever it
         runs.
         """
-        return self._since()[0]
+        return self._since(0)
 
     @property
     def passed_on(self) -> int:
-        """The number of calls left to the built-in because of the tensors' kind or device."""
-        return self._since()[1]
+        """The number of calls that attn left to PyTorch.
 
-    def _since(self) -> tuple[int, int]:
-        calls, passed_on = self._at_end or _counts()
-        return calls - self._at_start[0], passed_on - self._at_start[1]
+        It leaves calls because of the tensors' kind or device, and calls of FlexAttention also
+        because of what their functions compute.
+        """
+        return self._since(1)
+
+    def _since(self, which: int) -> int:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
+                "would stay what they are now; read them around it"
+            )
+        counts = {switch: self._at_end.get(switch) or switch.counts() for switch in self._at_start}
+        return sum(now[which] - self._at_start[switch][which] for switch, now in counts.items())
 
     # Copying a model that holds the handle must not turn the switch on a second time.
     def __copy__(self) -> Replacement:
@@ -84,15 +118,15 @@ class Replacement:
     def __reduce__(self) -> Any:
         raise TypeError(
             "torch_attn: a Replacement is the switch of this process and cannot be pickled; call "
-            "replace_sdpa() in the other process"
+            "replace_sdpa() or replace_flex() in the other process"
         )
 
     def __repr__(self) -> str:
-        state = "on" if self._at_end is None else "removed"
+        state = "removed" if len(self._at_end) == len(self._at_start) else "on"
         return f"<Replacement: {state}, calls={self.calls}, passed_on={self.passed_on}>"
 
 
-def replace_sdpa() -> Replacement:
+def replace_sdpa(flex: bool = False) -> Replacement:
     """Makes `attn` compute every ``F.scaled_dot_product_attention``, until the switch is off.
 
     The switch holds for the whole process: all threads, and processes that are forked later.
@@ -112,6 +146,9 @@ def replace_sdpa() -> Replacement:
     (:func:`torch.compiler.reset`). The next call compiles again, with the attention that is then in
     use. Caches on disk store the code with and without the switch under different keys.
 
+    Args:
+        flex: also does what :func:`replace_flex` does.
+
     Returns:
         A handle: `remove()` turns the switch off, and `calls` says how often `attn` was called. If
         there are several handles, the switch turns off when all of them are removed, in any order.
@@ -130,7 +167,7 @@ def replace_sdpa() -> Replacement:
         1
         >>> handle.remove()
     """
-    return Replacement()
+    return Replacement(_SDPA, *([_flex()] if flex else []))
 
 
 def sdpa_is_replaced() -> bool:
@@ -140,7 +177,7 @@ def sdpa_is_replaced() -> bool:
         >>> torch_attn.sdpa_is_replaced()
         False
     """
-    return _times_on > 0
+    return _SDPA.times_on > 0
 
 
 def restore_sdpa() -> None:
@@ -162,19 +199,20 @@ def restore_sdpa() -> None:
         >>> torch_attn.sdpa_is_replaced()
         False
     """
-    for handle in list(_on):
-        if handle._take_back():
-            _warn_if_not_called("restore_sdpa", handle, stacklevel=3)
+    _restore(_SDPA, "restore_sdpa")
 
 
 @contextlib.contextmanager
-def replacing_sdpa() -> Iterator[Replacement]:
+def replacing_sdpa(flex: bool = False) -> Iterator[Replacement]:
     """Turns the switch on for a ``with`` block, or for a decorated function.
 
     See :func:`replace_sdpa`.
 
     It cannot decorate a generator or a coroutine, because their bodies run after the decorated call
     is over. If attn answered no call in the block, a warning at the end names possible reasons.
+
+    Args:
+        flex: also does what :func:`replace_flex` does.
 
     Yields:
         The handle.
@@ -189,27 +227,38 @@ def replacing_sdpa() -> Iterator[Replacement]:
         >>> handle
         <Replacement: removed, calls=1, passed_on=0>
     """
-    handle = replace_sdpa()
+    with _replacing(replace_sdpa(flex), "replacing_sdpa") as handle:
+        yield handle
+
+
+@contextlib.contextmanager
+def _replacing(handle: Replacement, name: str) -> Iterator[Replacement]:
     try:
         yield handle
     finally:
         handle._take_back()
-    _warn_if_not_called("replacing_sdpa", handle, stacklevel=4)  # skips frames of contextlib
+    _warn_if_not_called(name, handle, stacklevel=6)  # skips frames of contextlib
+
+
+def _restore(switch: Switch, name: str) -> None:
+    for handle in list(switch.handles):
+        if _turn(switch, handle, on=False):
+            _warn_if_not_called(name, handle, stacklevel=4)
 
 
 def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None:
     if handle.calls > 0:
         return
-    why = (
-        "nothing called F.scaled_dot_product_attention meanwhile. PyTorch's nn.TransformerEncoder "
-        "and nn.MultiheadAttention do not in evaluation without gradients, nor with weights: "
-        "torch_attn.convert(model) reaches them"
-    )
+    switches = list(handle._at_start)
+    why = f"nothing called {' or '.join(switch.replaces for switch in switches)} meanwhile"
+    why += "".join(f". {switch.hint}" for switch in switches if switch.hint)
     if handle.passed_on:
         why = (
-            f"{handle.passed_on} calls were left to the built-in, for the kind of the tensors or "
+            f"{handle.passed_on} calls were left to PyTorch, for the kind of the tensors or "
             "their device"
         )
+        if switches != [_SDPA]:
+            why += ", or because attn cannot run their functions"
     warnings.warn(f"{name}: attn was not called: {why}", stacklevel=stacklevel)
 
 
@@ -233,8 +282,6 @@ os.register_at_fork(
 )
 
 
-_times_on = 0
-_on: set[Replacement] = set()
 _jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
 
 
@@ -252,39 +299,59 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
 
 def answered() -> int:
     """Returns how many calls attn has answered in place of the built-in in this process."""
-    return _counts()[0]
+    return _SDPA.counts()[0]
 
 
-def _counts() -> tuple[int, int]:
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
-            "would stay what they are now; read them around it"
-        )
-    calls, passed_on = torch.ops.attn._replaced_calls()
-    return calls + _jagged_calls[True], passed_on + _jagged_calls[False]
+class _Sdpa(Switch):
+    def counts(self) -> tuple[int, int]:
+        calls, passed_on = torch.ops.attn._replaced_calls()
+        return calls + _jagged_calls[True], passed_on + _jagged_calls[False]
+
+    def change(self, by: int) -> bool:
+        self.times_on = torch.ops.attn._replace_sdpa(by)
+        turns = self.times_on == max(by, 0)
+        if turns:
+            _mark_caches(by > 0)
+        return turns
+
+    def turned(self) -> None:
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
 
 
-def _switch(change: int, removed: Replacement | None = None) -> None:
-    """Counts the handles; the first "on" and the last "off" reset torch.compile."""
+_SDPA = _Sdpa(
+    "F.scaled_dot_product_attention",
+    "PyTorch's nn.TransformerEncoder and nn.MultiheadAttention do not in evaluation without "
+    "gradients, nor with weights: torch_attn.convert(model) reaches them",
+)
+
+
+def _flex() -> Switch:
+    from torch_attn._replace_flex import FLEX
+
+    return FLEX
+
+
+def _turn(switch: Switch, handle: Replacement, on: bool) -> bool:
+    """Adds a handle to a switch, or takes it back; returns whether this changed anything."""
     if torch.compiler.is_dynamo_compiling():  # true only if this thread traces
         raise RuntimeError(
-            "torch_attn: replace_sdpa, replacing_sdpa and remove cannot be part of a compiled "
-            "function; call them around it"
+            f"torch_attn: turning the switch of {switch.replaces} cannot be part of a compiled "
+            "function; turn it around the call"
         )
-    global _times_on
     with _lock:
-        if removed is not None:
-            if removed._at_end is not None:
-                return
-            removed._at_end = _counts()
-            _on.discard(removed)
-        _times_on = torch.ops.attn._replace_sdpa(change)
-        turns = _times_on == max(change, 0)
-        if turns:
-            _mark_caches(change > 0)
-    if turns and "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+        if (handle in switch.handles) == on:
+            return False
+        turns = switch.change(1 if on else -1)
+        if on:
+            handle._at_start[switch] = switch.counts()
+            switch.handles.add(handle)
+        else:
+            handle._at_end[switch] = switch.counts()
+            switch.handles.discard(handle)
+    if turns:
+        switch.turned()
+    return True
 
 
 _mark_before: Any = None
