@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis.internal.conjecture import providers
 
+import torch_attn
 from helpers import (
     CPU_CAPABILITIES,
     DEVICES,
@@ -26,7 +27,6 @@ from helpers import (
     cpu_capability_set_to,
     kernels_set_to,
 )
-from torch_attn import replace
 
 # Compiled graphs of an earlier build of the operators must not be used again.
 _CACHE = tempfile.mkdtemp(prefix="attn-inductor-")
@@ -87,12 +87,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def switched_off() -> Iterator[None]:
-    """A test that leaves the built-in replaced fails, and not those after it."""
+    """A test that leaves PyTorch's attention replaced fails, and not those after it."""
     assert torch.ops.attn._replace_sdpa(0) == 0
+    assert not torch_attn.flex_is_replaced()
     yield
-    left = torch.ops.attn._replace_sdpa(0)
-    replace.restore_sdpa()
-    assert left == 0
+    left = torch.ops.attn._replace_sdpa(0), torch_attn.flex_is_replaced()
+    torch_attn.restore_sdpa()
+    torch_attn.restore_flex()
+    assert left == (0, False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_attn
 from _models import Calls, InFloat64, assert_close_in_float64
@@ -218,21 +219,24 @@ def test_the_context_manager() -> None:
     assert calls() - before == attends
 
 
-def test_in_place_of_native(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["native", "flex"])
+def test_in_place_of_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     registry = dispatch._AttentionBackendRegistry
     for table in _TABLES:
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     names = list(dispatch.AttentionBackendName)
     tables = {table: dict(getattr(registry, table)) for table in _TABLES}
-    assert register("native") == register("native") == "native"
+    assert register(name) == register(name) == name
     assert list(dispatch.AttentionBackendName) == names
     model, inputs, attends, _ = flux()
+    model.set_attention_backend(name)
     before = calls()
-    model(**inputs)
+    model(**inputs, return_dict=False)[0].sum().backward()
     assert calls() - before == attends
-    unregister("native")
+    unregister(name)
     assert tables == {table: getattr(registry, table) for table in _TABLES}
-    model(**inputs)
+    with torch.no_grad():
+        model(**inputs)
     assert calls() - before == attends
 
 
@@ -445,6 +449,18 @@ def test_masks(qkv: tuple[Tensor, Tensor, Tensor], kind: str) -> None:
     heads_first = [t.transpose(1, 2) for t in qkv]
     expected = reference.sdpa(*heads_first, mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(output.transpose(1, 2), expected)
+
+
+def test_block_masks(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A BlockMask, as models of video pass it to FlexAttention, and causality beside it."""
+    seen = torch.rand(B, 6, TEXT) > 0.4
+    mask = create_block_mask(lambda b, h, i, j: seen[b, i, j], B, None, 6, TEXT, device="cpu")
+    for is_causal in (False, True):
+        output = attention_forward(*qkv, mask, is_causal=is_causal, scale=0.3, enable_gqa=True)
+        expected = attention_forward(
+            *qkv, seen[:, None], is_causal=is_causal, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(output, expected)
 
 
 def test_causal_and_dropout(qkv: tuple[Tensor, Tensor, Tensor]) -> None:

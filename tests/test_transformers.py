@@ -17,6 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention
 
 import torch_attn
 from _models import Calls
@@ -176,7 +177,7 @@ def test_output_attentions_as_a_call_argument(name: str) -> None:
         assert_close(ours_layer, eager_layer)
 
 
-@pytest.mark.parametrize(("name", "builtin"), [("sdpa", 1), ("eager", 0)])
+@pytest.mark.parametrize(("name", "builtin"), [("sdpa", 1), ("eager", 0), ("flex_attention", 0)])
 def test_register_in_place_of_transformers_own(
     monkeypatch: pytest.MonkeyPatch, name: str, builtin: int
 ) -> None:
@@ -192,9 +193,58 @@ def test_register_in_place_of_transformers_own(
     assert (operators.forward, operators.builtin) == (1, 0)
     unregister(name)
     assert [dict(interface) for interface in interfaces] == before
-    with Calls() as operators:
+    with Calls() as operators, torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
     assert (operators.forward, operators.builtin) == (0, builtin)
+
+
+def block_mask(side: str, name: str) -> Any:
+    """What FlexAttention gets for a batch: causal, without padding."""
+    real = batch(side, name)[1]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & real[b, j]
+
+    B, L = real.shape
+    return flex_attention.create_block_mask(visible, B, None, L, L, device="cpu")
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+@pytest.mark.parametrize("name", ["llama-gqa"])
+def test_block_masks_of_the_caller(name: str, side: str) -> None:
+    """A model in training under a BlockMask, as under the mask that transformers makes."""
+    inputs, real = batch(side, name)
+    ours = build(name)[1].train()
+    results = []
+    for mask in (inputs["attention_mask"], block_mask(side, name)):
+        ours.zero_grad()
+        with Calls() as operators:
+            hidden = ours(**(inputs | {"attention_mask": mask})).last_hidden_state
+            (hidden * real[..., None]).square().sum().backward()
+        grads = [p.grad.flatten() for p in ours.parameters() if p.grad is not None]
+        results.append((hidden[real], torch.cat(grads)))
+        assert operators.forward == MODELS[name][2]
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, expected)
+
+
+def test_block_masks_beside_other_arguments(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A soft cap and a bias are part of the function; sinks are not of the score."""
+    query, key, value = qkv
+    L, S = query.size(2), key.size(2)
+    bias, sinks = torch.randn(1, 1, L, S), torch.randn(query.size(1))
+    mask = flex_attention.create_block_mask(
+        lambda b, h, i, j: i + 1 >= j, None, None, L, S, device="cpu"
+    )
+    dense = torch.ones(L, S, dtype=torch.bool).tril(1)
+    options = {"softcap": 3.0, "position_bias": bias, "s_aux": sinks, "scaling": 0.3}
+    module = attention_module()
+    found, weights = attention_forward(module, query, key, value, mask, **options)
+    expected, _ = attention_forward(module, query, key, value, dense, **options)
+    assert weights is None
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="a BlockMask beside weights; pass a tensor"):
+        attention_forward(module, query, key, value, mask, output_attentions=True)
 
 
 @pytest.mark.parametrize("name", ["attn", "sdpa", "of nothing"])

@@ -124,12 +124,8 @@ class _Flex(Switch):
     def counts(self) -> tuple[int, int]:
         return calls_of("FlexAttention"), calls_of("FlexAttention, left to PyTorch")
 
-    def change(self, by: int) -> bool:
-        turns = self.times_on + by == max(by, 0)
-        if turns:
-            of_torch.flex_attention.__code__ = _code() if by > 0 else original.__code__
-        self.times_on += by
-        return turns
+    def turn(self, on: bool) -> None:
+        of_torch.flex_attention.__code__ = _code() if on else original.__code__
 
 
 FLEX = _Flex("torch.nn.attention.flex_attention.flex_attention")

@@ -14,6 +14,7 @@ from torch_attn.functional import _number, _refuse_others
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+    from typing_extensions import TypeIs
 
 __all__ = ["UnsupportedError", "flex_attention"]
 
@@ -116,40 +117,68 @@ def flex_attention(
         options: Any = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
         aux: Any = return_aux
         return original(query, key, value, *options, return_aux=aux)  # type: ignore[no-any-return]
-    blocks, block_size, mask_mod = _parts(block_mask, query, key)
-    sizes = {"batch": max(query.size(0), key.size(0)), "heads": query.size(1)}
-    program = Program(None, None)
-    if score_mod is not None or mask_mod is not None:
-        lengths = {"queries": query.size(2), "keys": key.size(2)}
-        program = remembered(
-            score_mod, mask_mod, query.dtype, **sizes, **lengths, device=query.device
-        )
-    output, logsumexp, max_score = torch.ops.attn.flex_attention(
+    output, logsumexp, max_score = attend(
         query,
         key,
         value,
+        score_mod,
+        block_mask,
         scale=None if scale is None else _number(_NAME, "scale", scale),
         enable_gqa=enable_gqa,
-        blocks=blocks,
-        block_size=block_size,
-        **program.arguments(),
         with_rows=return_lse or return_aux is not None,
     )
     if return_lse:
         return output, logsumexp
     if return_aux is None:
-        return output  # type: ignore[no-any-return]
+        return output
     from torch.nn.attention.flex_attention import AuxOutput
 
     most = return_aux.max_scores
     return output, AuxOutput(logsumexp if return_aux.lse else None, max_score if most else None)
 
 
+def is_block_mask(mask: Any) -> TypeIs[BlockMask]:
+    return hasattr(mask, "kv_num_blocks")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | MaskMod | None,
+    with_rows: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls ``torch.ops.attn.flex_attention``, whose other options it takes as keyword arguments.
+
+    Returns:
+        The output, the rows' logsumexp, and the largest score of every row. The last two are
+        empty without `with_rows`.
+    """
+    blocks, block_size, mask_mod = _parts(block_mask, query, key)
+    program = Program(None, None)
+    if score_mod is not None or mask_mod is not None:
+        sizes = {"batch": max(query.size(0), key.size(0)), "heads": query.size(1)}
+        sizes |= {"queries": query.size(2), "keys": key.size(2)}
+        program = remembered(score_mod, mask_mod, query.dtype, **sizes, device=query.device)
+    return torch.ops.attn.flex_attention(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        blocks=blocks,
+        block_size=block_size,
+        **program.arguments(),
+        with_rows=with_rows,
+        **options,
+    )
+
+
 def _parts(
     block_mask: Any, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, tuple[int, int], Callable[..., Tensor] | None]:
     """Returns the blocks of a mask, the size of a block, and the mask_mod."""
-    if block_mask is None or not hasattr(block_mask, "kv_num_blocks"):
+    if not is_block_mask(block_mask):
         if block_mask is not None and not callable(block_mask):
             raise TypeError(
                 f"{_NAME}: block_mask is a {type(block_mask).__qualname__}; it must be a BlockMask "
@@ -169,7 +198,7 @@ def _parts(
     count = -(-lengths[1] // keys)
     partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, count)
     states = partial.to(torch.uint8)
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, count)
         states = torch.where(full & ~partial, 2, states)
     return (

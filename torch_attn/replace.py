@@ -47,12 +47,15 @@ class Switch:
         """The calls that attn has answered in this process, and those left to PyTorch."""
         raise NotImplementedError
 
-    def change(self, by: int) -> bool:
-        """Counts a handle; returns whether this turned the switch. The caller holds the lock."""
-        raise NotImplementedError
+    def add(self, change: int) -> int:
+        """Adds to the number of handles, and returns it."""
+        return self.times_on + change
+
+    def turn(self, on: bool) -> None:
+        """Turns the switch. The caller holds the lock."""
 
     def turned(self) -> None:
-        """Runs after the switch was turned on or off, without the lock."""
+        """Runs after the switch was turned, without the lock."""
 
 
 class Replacement:
@@ -100,11 +103,6 @@ class Replacement:
         return self._since(1)
 
     def _since(self, which: int) -> int:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
-                "would stay what they are now; read them around it"
-            )
         counts = {switch: self._at_end.get(switch) or switch.counts() for switch in self._at_start}
         return sum(now[which] - self._at_start[switch][which] for switch, now in counts.items())
 
@@ -304,15 +302,18 @@ def answered() -> int:
 
 class _Sdpa(Switch):
     def counts(self) -> tuple[int, int]:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
+                "would stay what they are now; read them around it"
+            )
         calls, passed_on = torch.ops.attn._replaced_calls()
         return calls + _jagged_calls[True], passed_on + _jagged_calls[False]
 
-    def change(self, by: int) -> bool:
-        self.times_on = torch.ops.attn._replace_sdpa(by)
-        turns = self.times_on == max(by, 0)
-        if turns:
-            _mark_caches(by > 0)
-        return turns
+    add = staticmethod(torch.ops.attn._replace_sdpa)
+
+    def turn(self, on: bool) -> None:
+        _mark_caches(on)
 
     def turned(self) -> None:
         if "torch._dynamo" in sys.modules:
@@ -342,7 +343,11 @@ def _turn(switch: Switch, handle: Replacement, on: bool) -> bool:
     with _lock:
         if (handle in switch.handles) == on:
             return False
-        turns = switch.change(1 if on else -1)
+        number = switch.add(1 if on else -1)
+        turns = number == int(on)
+        if turns:
+            switch.turn(on)
+        switch.times_on = number
         if on:
             handle._at_start[switch] = switch.counts()
             switch.handles.add(handle)

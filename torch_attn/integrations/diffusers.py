@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 import torch_attn
 from torch_attn._count import counter
 from torch_attn._import import import_of, install
+from torch_attn.flex import attend, is_block_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = ["attention_forward", "calls", "register", "unregister"]
 
@@ -48,7 +52,8 @@ def register(name: str = "attn") -> str:
     Args:
         name: the name in lower case, because `set_attention_backend` looks names up in lower case.
             With "native", `attn` replaces the backend that diffusers chooses by itself, until
-            :func:`unregister`.
+            :func:`unregister`. With "flex", it replaces FlexAttention, which does not train on a
+            CPU.
 
     Returns:
         `name`.
@@ -131,7 +136,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -146,7 +151,7 @@ def attention_forward(
         key: `[B, S, Hk, E]`.
         value: `[B, S, Hk, Ev]`.
         attn_mask: `[B, S]`, or broadcasts to `[B, H, L, S]`; boolean (True attends) or floating
-            (added).
+            (added). It may also be a BlockMask of FlexAttention.
         dropout_p: probability.
         is_causal: query i attends to keys 0 ... i.
         scale: the factor of the scores, 1 / sqrt(E) if None.
@@ -168,9 +173,13 @@ def attention_forward(
             'choose another backend, such as "native"'
         )
     _count()
-    if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(1)):
-        attn_mask = attn_mask[:, None, None, :]
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if is_block_mask(attn_mask):
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+        options |= {"scale": scale, "enable_gqa": enable_gqa}
+        return attend(query, key, value, None, attn_mask, **options)[0].transpose(1, 2)
+    if attn_mask is not None and attn_mask.shape == (query.size(0), key.size(2)):
+        attn_mask = attn_mask[:, None, None, :]
     output = torch_attn.sdpa(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

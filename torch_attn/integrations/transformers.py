@@ -30,6 +30,8 @@ from torch import Tensor, nn
 import torch_attn
 from torch_attn._count import counter
 from torch_attn._import import import_of, install
+from torch_attn._programs import ScoreMod
+from torch_attn.flex import attend, is_block_mask
 from torch_attn.integrations._masks import (
     Pattern,
     Texts,
@@ -39,6 +41,8 @@ from torch_attn.integrations._masks import (
 )
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from torch_attn.integrations._cache import EightBitCache
     from torch_attn.integrations._unpad import Unpadded
 
@@ -75,7 +79,10 @@ def register(name: str = "attn") -> str:
 
     Args:
         name: what to write in `attn_implementation=`. With "sdpa", `attn` replaces the
-            implementation that transformers chooses by itself, until :func:`unregister`.
+            implementation that transformers chooses by itself, until :func:`unregister`. With
+            "flex_attention", it replaces FlexAttention, which does not train on a CPU, has no
+            dropout, and has no sinks on a CPU. A BlockMask that the caller passes to a model as
+            `attention_mask` works under every name.
 
     Models that ask for something that the operator lacks raise ValueError at their first call.
     Examples in transformers 5.23 are models
@@ -286,7 +293,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Pattern | None,
+    attention_mask: Tensor | Pattern | BlockMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -308,8 +315,8 @@ def attention_forward(
         value: `[B, H / num_key_value_groups, S, Ev]`.
         attention_mask: broadcasts to `[B, H, L, S]`; boolean (True attends) or floating (added). It
             may also be the pattern that the mask function of this implementation returns: a window,
-            an offset, a mask of padding and the starts of packed sequences. With a pattern,
-            `is_causal` is ignored.
+            an offset, a mask of padding and the starts of packed sequences; or a BlockMask of
+            FlexAttention. With a pattern or a BlockMask, `is_causal` is ignored.
         dropout: probability, applied only while `module.training`.
         scaling: the factor of the scores, 1 / sqrt(E) if None.
         is_causal: overrides `module.is_causal`. If both are missing, a model that supports "sdpa"
@@ -353,7 +360,10 @@ def attention_forward(
     texts = Texts.of_call(kwargs)
     if (plan := kwargs.get("torch_attn_plan")) is not None:  # unpad made it
         plan.attended += 1
-    if isinstance(attention_mask, Pattern):
+    options: dict[str, Any]
+    if is_block_mask(attention_mask):
+        options = {"is_causal": False}
+    elif isinstance(attention_mask, Pattern):
         texts = texts or attention_mask.texts
         options = attention_mask.options(module, query, key)
     else:
@@ -390,6 +400,15 @@ def attention_forward(
     if (stored := kwargs.get(EIGHT_BITS)) is not None:
         options |= stored.scales(module, key, value, output_attentions)
 
+    if is_block_mask(attention_mask):
+        if texts is not None or output_attentions or stored is not None:
+            what = "weights" if output_attentions else "packed sequences" if texts else "8 bits"
+            raise ValueError(f"{type(module).__name__}: a BlockMask beside {what}; pass a tensor")
+        if position_bias is not None:
+            position_bias = position_bias.expand(*query.shape[:3], key.size(2))
+        score_mod = _score_mod(options.pop("softcap"), position_bias)
+        output = attend(query, key, value, score_mod, attention_mask, **options)[0]
+        return output.transpose(1, 2).contiguous(), None
     if texts is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
             options["attn_mask"] = position_bias
@@ -408,6 +427,19 @@ def attention_forward(
     # so nothing is copied here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi)
     # make the query contiguous, so the output is copied.
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _score_mod(softcap: float, position_bias: Tensor | None) -> ScoreMod | None:
+    """The score_mod that does what these arguments of a model ask for; None if they are absent."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        if position_bias is not None:
+            score = score + position_bias[b, h, i, j]
+        return score
+
+    return capped if softcap or position_bias is not None else None
 
 
 # The arguments that `attention_forward` refuses. These include the operator's own options, because
