@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Calls(TorchDispatchMode):
     """Counts calls of operators by name."""
 
-    supports_higher_order_operators = True  # such as FlexAttention
-
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -193,9 +194,12 @@ def test_register_in_place_of_transformers_own(
     assert (operators.forward, operators.builtin) == (1, 0)
     unregister(name)
     assert [dict(interface) for interface in interfaces] == before
-    with Calls() as operators, torch.no_grad():
+    answered = calls()
+    # PyTorch's FlexAttention cannot run in the mode that counts operators.
+    operators = Calls()
+    with contextlib.nullcontext() if name == "flex_attention" else operators, torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    assert (operators.forward, operators.builtin) == (0, builtin)
+    assert (calls() - answered, operators.forward, operators.builtin) == (0, 0, builtin)
 
 
 def block_mask(side: str, name: str) -> Any:
