@@ -17,7 +17,7 @@ CUDA_VENV := .venv-cuda
 CUDA_BIN := $(CUDA_VENV)/bin
 # What depends on torch most, with one of the instruction sets: a release of torch is supported if this passes.
 CORE := -k 'not [default and not [avx512 and not [amx' $(patsubst %,tests/test_%.py,library main forward backward derivatives autograd func \
-  flex flex_values options varlen paged quantized \
+  flex flex_values flex_compiled replace_flex options varlen paged quantized \
   subsystems compile export validate meta autocast weights dropout nn convert replace replace_compiled replace_varlen \
   stats stats_hidden stats_subsystems distributed distributed_derivatives distributed_ring distributed_sequence \
   distributed_training context_parallel)

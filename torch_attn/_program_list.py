@@ -34,6 +34,7 @@ class Value:
     unrounded: Tensor | None = None  # `tensor` before it was rounded to `dtype`, if it was
     limits: tuple[int, int] | None = None  # least and largest number, if they are known
     lookup: tuple[Tensor, list[Value | None]] | None = None  # a table, and an index per dimension
+    number: Any = None  # Python's number for which the value stands, see Tracer.symbolic()
 
     def __init__(self, serial: int, kind: int, dtype: torch.dtype, type_: str) -> None:
         self.serial = serial  # unique
@@ -87,9 +88,11 @@ def promoted(*operands: Any) -> torch.dtype:
     dtype: Any = None
     number = 0  # 1: there is an int, 2: a float
     for x in operands:
-        if type(x) is Value:
+        if type(x) is Value and x.number is None:
             if x.dtype is not dtype:
                 dtype = _promote(dtype, x.dtype) if dtype else x.dtype
+        elif type(x) is Value:
+            number = 2 if number == 2 or x.type == "f" else 1
         elif type(x) is not bool:
             number = 2 if number == 2 or isinstance(x, float | torch.SymFloat) else 1
     if number == 2 and not (dtype and dtype.is_floating_point):

@@ -27,7 +27,7 @@ def getitem(tracer: Tracer, table: Any, key: Any) -> Any:
     keys = list(key) if isinstance(key, tuple) else [key]
     value: Value | None = getattr(table, "_attn", None)
     chosen: Any = value.lookup if value is not None and value.kind == PAIR else None
-    if chosen is None and not any(hasattr(x, "_attn") for x in keys):
+    if chosen is None and not any(isinstance(x, Tensor) and hasattr(x, "_attn") for x in keys):
         return tracer.general(torch.Tensor.__getitem__, (table, key), {})
     for n, x in enumerate(keys):
         if x is Ellipsis:
@@ -97,7 +97,7 @@ def look_up(tracer: Tracer, source: Tensor, places: list[Value | None]) -> Value
     of_mask = (
         kind == PAIR and tracer.list.in_mask
     )  # a mask_mod reads a table instead of a view of pairs
-    key = id(source), of_mask, *(x and x.serial for x in places)
+    key = tracer.place_of(source), of_mask, *(x and x.serial for x in places)
     if (found := tracer.computed.get(key)) is not None:
         return found
     shape = tuple(n for n, x in zip(source.shape, places, strict=True) if x is None)
@@ -142,14 +142,21 @@ def _strided(tracer: Tracer, source: Tensor, places: list[Any]) -> Value | None:
         if min(ends) < 0 or max(ends) >= source.size(dim):
             return None
         sums.append((dim, a, b, c))
-    in_place = [form[1:] for form in sums] == [(1, 0, 0), (0, 1, 0)]
-    # Several pairs may read one number. Kernels then sum the number's gradient in its dtype.
-    if source.dtype not in tracer.dtypes or not in_place:
+    is_part = sorted(form[1:3] for form in sums) == [(0, 1), (1, 0)]  # rows and columns
+    # Else several pairs may read one number. Kernels then sum the number's gradient in its dtype.
+    if source.dtype not in tracer.dtypes or not is_part:
         source = as_dtype(tracer.wide(source), tracer.list.dtype)
+    if is_part:
+        sums.sort(key=lambda form: form[2])
     view = source.permute([d for d in dims if d is not None] + [d for d, *_ in sums])
     view = view[tuple(None if d is None else slice(None) for d in dims)]
-    if not in_place or view.shape[2:] != (L, S):
-        if torch._C._functorch.is_functorch_wrapped_tensor(source):
+    if is_part:
+        (_, _, _, row), (_, _, _, column) = sums
+        if view.shape[2:] != (L, S):
+            view = view[..., row : row + L, column : column + S]
+    else:
+        # torch.compile knows no storage_offset().
+        if tracer.list.compiling or torch._C._functorch.is_functorch_wrapped_tensor(source):
             return None
         backwards = [2 + n for n, (_, _, b, _) in enumerate(sums) if b < 0]
         view = view.flip(backwards) if backwards else view
@@ -190,7 +197,7 @@ def _gathered(tracer: Tracer, source: Tensor, places: list[Any]) -> Value:
     place = tracer.list.place(_index_of(tracer, source, places, own), "i")
     if tracer.list.reads(place, "score"):
         tracer.fail(f"an index of {tracer.name_of(source)} depends on the score")
-    key = id(source), name, *own, begin
+    key = tracer.place_of(source), name, *own, begin
     number, _ = tracer.tables.setdefault(key, (len(tracer.tables), source))
     if ("t", number) not in tracer.list.leaves:
         table = tracer.wide(source)

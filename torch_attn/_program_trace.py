@@ -66,10 +66,12 @@ class Tracer(TorchFunctionMode):
         self.list = List(dtype, torch.compiler.is_compiling())
         self.tracking = torch.is_grad_enabled()
         self.computed: dict[Any, Value] = {}  # by function and arguments
-        self.captured: dict[int, tuple[Tensor, Value]] = {}  # 0-d tensors by id
+        self.seen: list[Tensor] = []
+        self.places: dict[int, int] = {}  # from the id of a tensor to its place in `seen`
+        self.captured: dict[int, Value] = {}  # 0-d tensors by place_of()
         self.made: list[Tensor] = []  # tensors that the functions made
         self.used: list[Tensor] = []  # tensors of `made` that the list reads
-        self.widened: dict[int, tuple[Tensor, Tensor]] = {}  # by id: see wide()
+        self.widened: dict[int, Tensor] = {}  # by place_of(), see wide()
         self.empty: dict[torch.dtype, Tensor] = {}
         self.tables: dict[Any, tuple[int, Tensor]] = {}  # (number, table) by what is read
         self.pairs: Tensor | None = None
@@ -125,13 +127,26 @@ class Tracer(TorchFunctionMode):
         value: Value | None = getattr(x, "_attn", None)
         if value is not None or x.dim():
             return value
-        if id(x) not in self.captured:
+        place = self.place_of(x)
+        if place not in self.captured:
             self.check_captured(x)
             self.use(x)
             make = functools.partial(x.view, 1, 1, 1)
-            value = self.list.value(HEAD, x.dtype, make, constant=self.is_made(x))
-            self.captured[id(x)] = x, value
-        return self.captured[id(x)][1]
+            self.captured[place] = self.list.value(HEAD, x.dtype, make, constant=self.is_made(x))
+        return self.captured[place]
+
+    def place_of(self, x: Tensor) -> int:
+        """Returns a number that stands for a tensor, in place of its id.
+
+        torch.compile would compile again for every tensor whose id is read.
+        """
+        if not self.list.compiling:
+            place = self.places.setdefault(id(x), len(self.seen))
+        else:
+            place = next((n for n, y in enumerate(self.seen) if y is x), len(self.seen))
+        if place == len(self.seen):
+            self.seen.append(x)
+        return place
 
     def is_made(self, x: Any) -> bool:
         return any(x is made for made in self.made)  # torch.compile knows no id() of these
@@ -152,10 +167,25 @@ class Tracer(TorchFunctionMode):
         """Converts a tensor of 16 bits to the list's dtype, in which lookups sum its gradient."""
         if x.dtype not in (torch.bfloat16, torch.float16):
             return x
-        if id(x) not in self.widened:
-            self.widened[id(x)] = x, x.to(self.list.dtype)
-        _, found = self.widened[id(x)]
-        return found
+        place = self.place_of(x)
+        if place not in self.widened:
+            self.widened[place] = x.to(self.list.dtype)
+        return self.widened[place]
+
+    def symbolic(self, x: Any) -> Any:
+        """Makes a Value of a number that torch.compile does not know, as with dynamic shapes."""
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
+
+        if not isinstance(x, int | float | torch.SymInt | torch.SymFloat) or has_static_value(x):
+            return x
+        number: Any = x
+        dtype = torch.float64 if isinstance(x, float | torch.SymFloat) else torch.int64
+        device = self.device  # as in index()
+
+        def make() -> Tensor:
+            return torch.scalar_tensor(number, dtype=dtype, device=device).view(1, 1, 1)
+
+        return self.list.value(HEAD, dtype, make, number=number)
 
     # The calls that the user's function makes to PyTorch
 
@@ -184,7 +214,7 @@ class Tracer(TorchFunctionMode):
                     return self.general(func, args, kwargs)
                 operands.append(value)
                 x = value
-            elif hasattr(x, "item") and not isinstance(x, type):
+            elif not isinstance(x, _PLAIN) and hasattr(x, "item"):
                 x = x.item()  # a number of NumPy's
             values.append(x)
         if not traced:
@@ -223,6 +253,8 @@ class Tracer(TorchFunctionMode):
         self, name: str, function: Any, values: list[Any], named: dict[str, Any], of: list[Value]
     ) -> Value:
         """Computes an elementwise function. The list `of` has all Values among the arguments."""
+        if self.list.compiling:
+            values = list(map(self.symbolic, values))
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None
@@ -245,7 +277,8 @@ class Tracer(TorchFunctionMode):
         if (
             whole
             and (name in _DIVISIONS or (name == "div" and named.get("rounding_mode")))
-            and (len(values) > 1 and type(values[1]) is Value and letter(promoted(*values)) == "i")
+            and (len(values) > 1 and type(values[1]) is Value and values[1].number is None)
+            and letter(promoted(*values)) == "i"
         ):
             if self.list.limits(values[1]) == (0, 0):
                 self.fail(f"{name} by 0, for every pair", "divide by another number")
@@ -333,7 +366,7 @@ class Tracer(TorchFunctionMode):
         if a and b and a + b:
             return None
         whole = type(c) is int
-        key = "affine", a, b, c if whole else id(c), dtype
+        key = "affine", a, b, c if whole else ("at", self.place_of(c)), dtype
         found = self.computed.get(key)
         if found is None:
             kind = DISTANCE if a and b else ROW if a else KEY if b else HEAD
@@ -350,8 +383,6 @@ class Tracer(TorchFunctionMode):
             if whole:
                 ends = begin, begin + max(count - 1, 0) * step
                 found.limits = min(ends), max(ends)
-            else:
-                self.made.append(c)  # so that no other tensor gets its id
             self.computed[key] = found
         return found
 
@@ -364,7 +395,9 @@ class Tracer(TorchFunctionMode):
     def general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls any function of values that are not of kind PAIR, by torch.vmap over b, h and n."""
         flat, spec = pytree.tree_flatten((args, kwargs))
-        values = {n: x._attn for n, x in enumerate(flat) if hasattr(x, "_attn")}
+        values: dict[int, Value] = {
+            n: x._attn for n, x in enumerate(flat) if isinstance(x, Tensor) and hasattr(x, "_attn")
+        }
         name = getattr(func, "__name__", str(func))
         if func in _RANDOM:
             self.fail(f"{name} draws random numbers", "draw them outside, and index the tensor")
@@ -488,7 +521,7 @@ def _key(x: Any) -> Any:
 
 
 def _numbers(x: Any) -> Any:
-    return x.tensor if type(x) is Value else x
+    return x if type(x) is not Value else x.tensor if x.number is None else x.number
 
 
 _HERE = tuple(os.path.dirname(os.path.abspath(x)) + os.sep for x in (__file__, torch.__file__))
@@ -508,6 +541,7 @@ def _named(holders: Iterable[Any], names: str) -> frozenset[Any]:
     )
 
 
+_PLAIN = bool, int, float, str, type, torch.dtype, torch.SymInt, torch.SymFloat
 _AFFINE = frozenset(("add", "sub", "neg", "mul"))
 _DIVISIONS = frozenset(("floor_divide", "remainder", "fmod"))
 _CONVERSIONS = frozenset(("to", "long", "int", "type"))
