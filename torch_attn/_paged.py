@@ -317,7 +317,7 @@ class PagedCache:
             for name, pool in (("key_scale", self.key_scale), ("value_scale", self.value_scale))
             if pool is not None
         }
-        return varlen_attn(
+        attended: Tensor | tuple[Tensor, Tensor] = varlen_attn(
             query,
             self.key[layer],
             self.value[layer],
@@ -329,6 +329,7 @@ class PagedCache:
             block_table=block_table,
             **{"window_size": (-1, 0), "enable_gqa": True, **scales, **options},
         )
+        return attended
 
     def _tables(self, handles: Sequence[int], layer: int) -> tuple[Tensor, Tensor]:
         """Returns the same as :meth:`block_table`, in tensors that must not be changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,62 @@ class AuxRequest(NamedTuple):
     """
 
     lse: bool = False
+
+
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: None = ...,
+    scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    enable_gqa: bool = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int | None = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: Tensor | int | None = ...,
+    dropout_p: float = ...,
+    attn_mask: Tensor | None = ...,
+    key_scale: Tensor | None = ...,
+    value_scale: Tensor | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: AuxRequest,
+    scale: float | None = ...,
+    window_size: tuple[int, int] = ...,
+    enable_gqa: bool = ...,
+    seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    num_splits: int | None = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: Tensor | int | None = ...,
+    dropout_p: float = ...,
+    attn_mask: Tensor | None = ...,
+    key_scale: Tensor | None = ...,
+    value_scale: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def varlen_attn(
