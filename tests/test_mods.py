@@ -147,7 +147,7 @@ def test_causal_and_sliding_window() -> None:
     check_mask(mods.causal, i >= j)
     check_mask(mods.sliding_window(9), (i >= j) & (i - j <= 9))
     check_mask(mods.sliding_window(9, 4), (j - i <= 4) & (i - j <= 9))
-    with pytest.raises(ValueError, match="neither may be negative"):
+    with pytest.raises(ValueError, match="left is -1; it must be 0 or more"):
         mods.sliding_window(-1)
 
 
@@ -192,21 +192,104 @@ def test_causal_neighbourhood(causal: bool | tuple[bool, bool]) -> None:
     check_mask(mods.neighbourhood((height, width), (4, 3), causal=causal), expected, height * width)
 
 
+GRIDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "even windows": ((9, 8), {"window": (4, 2)}),
+    "blocks": ((9, 8), {"window": (4, 3), "stride": (4, 3)}),
+    "strides": ((75,), {"window": 8, "stride": 5}),
+    "dilation": ((11, 9), {"window": 3, "dilation": (3, 2)}),
+    "all of it": ((11, 9), {"window": (4, 3), "stride": (2, 3), "dilation": (2, 3)}),
+    "causal": ((11, 9), {"window": (4, 3), "stride": (2, 3), "dilation": (2, 3), "causal": True}),
+    "one causal": (
+        (4, 5, 6),
+        {"window": 2, "stride": 2, "dilation": 2, "causal": (False, True, False)},
+    ),
+    "an axis in full": ((9, 8), {"window": (None, 3), "stride": (1, 2)}),
+    "a causal axis in full": ((9, 8), {"window": (3, None), "causal": (False, True)}),
+    "all axes in full": ((4, 5), {"window": (None, None)}),
+}
+
+
+def neighbours(n: int, w: int | None, s: int, d: int, c: bool) -> Tensor:
+    """[n, n]: NATTEN's rule along one axis, query by query."""
+    visible = torch.zeros(n, n, dtype=torch.bool)
+    for q in range(n):
+        group = range(q % d, n, d)  # the tokens that the query may see
+        place, size = q // d, len(group)
+        if w is None:
+            start, end = 0, size
+        elif c:
+            start, end = min(place // s * s + s - 1, size - 1) - w + 1, size
+        else:
+            leader = min(place // s * s + s // 2, size - 1)
+            centre = min(max(leader, w // 2), size - 1 - (w // 2 + w % 2 - 1))
+            start, end = centre - w // 2, centre - w // 2 + w
+        for n_, k in enumerate(group):
+            visible[q, k] = start <= n_ < end and (k <= q or not c)
+    return visible
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_neighbourhoods_of_natten(name: str) -> None:
+    shape, options = GRIDS[name]
+    given = [options.get(x, default) for x, default in
+             (("window", None), ("stride", 1), ("dilation", 1), ("causal", False))]  # fmt: skip
+    of_axis = [x if isinstance(x, tuple) else (x,) * len(shape) for x in given]
+    expected = torch.ones(1, 1, dtype=torch.bool)
+    for along in zip(shape, *of_axis, strict=True):
+        expected = torch.kron(expected, neighbours(*along))
+    check_mask(mods.neighbourhood(shape, **options), expected.bool(), len(expected))
+
+
 @pytest.mark.parametrize(
-    ("shape", "window", "causal", "message"),
+    ("shape", "options", "message"),
     [
-        ((4,), (2,), False, "must be odd"),
-        ((4,), (5,), False, "between 1 and"),
-        ((4,), (0,), True, "between 1 and"),
-        ((4, 4), (3,), False, "one value for each"),
-        ((4, 4), (3, 3), (True,), "one value for each"),
+        (
+            (4,),
+            {"window": 5},
+            r"window is 5; it must be 1 or more, and times dilation at most \(4,",
+        ),
+        ((4,), {"window": 0, "causal": True}, "window is 0; it must be 1 or more"),
+        ((4, 4), {"window": (3,)}, r"window is \(3,\); it must be one value, or one for each"),
+        ((4, 4), {"window": 3, "causal": (True,)}, "causal is .*one value, or one for each"),
+        ((), {"window": ()}, "window is .* one for each"),
+        ((9,), {"window": 4, "dilation": 3}, "window is 4; .* times dilation"),
+        ((9,), {"window": 4, "dilation": 0}, "dilation is 0; it must be 1 or more"),
+        ((9,), {"window": 4, "stride": 5}, "stride is 5; it must be between 1 and the window"),
     ],
 )
-def test_neighbourhood_errors(
-    shape: tuple[int, ...], window: tuple[int, ...], causal: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        mods.neighbourhood(shape, window, causal=causal)
+def test_neighbourhood_errors(shape: tuple[int, ...], options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"torch_attn.mods: {message}"):
+        mods.neighbourhood(shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mods.distances(torch.zeros(4)), r"table is of shape \[4\].*\[H, 2 R \+ 1\]"),
+        (lambda: mods.distances(torch.zeros(4, 8)), "an odd number of columns"),
+        (lambda: mods.t5(torch.zeros(32)), r"table is of shape \[32\].*\[num_buckets, H\]"),
+        (lambda: mods.t5(torch.zeros(3, 4)), "num_buckets >= 4"),
+        (lambda: mods.t5(torch.zeros(32, 4), max_distance=8), "max_distance is 8; .* above 8"),
+        (lambda: mods.alibi(torch.zeros(2, 4)), r"slopes is of shape .* a tensor \[H\]"),
+        (lambda: mods.alibi(0.5), r"slopes is 0.5; it must be a tensor \[H\]"),  # type: ignore[arg-type]
+        (lambda: mods.softcap(0.0), "cap is 0.0; it must be positive"),
+        (lambda: mods.transformer_xl(torch.zeros(2, 3, 4)), "positions is of shape"),
+        (lambda: mods.deberta(None, None), "c2p is None; it must be a tensor, or p2c"),
+        (lambda: mods.deberta(torch.zeros(1, 2, 8), None), "c2p is of shape"),
+        (
+            lambda: mods.deberta(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 6)),
+            r"p2c is of shape \[1, 2, 3, 6\]; it must be \[B, H, L or S, 8\]",
+        ),
+        (lambda: mods.two_axes(torch.zeros(3), torch.zeros(3)), "rel_h is of shape"),
+        (lambda: mods.documents(torch.zeros(1, 2, 3)), r"ids is .* \[L\] or \[B, L\]"),
+        (lambda: mods.prefix(3), r"lengths is 3; it must be a tensor \[B\]"),  # type: ignore[arg-type]
+        (lambda: mods.sliding_window(-1), "left is -1; it must be 0 or more"),
+        (lambda: mods.sliding_window(1, -2), "right is -2; it must be 0 or more"),
+    ],
+)
+def test_arguments_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"torch_attn.mods: .*{message}"):
+        make()
 
 
 # The attention of transformers with its own weights, and the same weights around flex_attention

@@ -34,6 +34,18 @@ __all__ = [
 ]
 
 
+def _check(is_right: bool, name: str, value: Any, allowed: str) -> None:
+    if not is_right:
+        what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"torch_attn.mods: {name} is {what}; it must be {allowed}")
+
+
+def _check_dims(name: str, tensor: Tensor, *allowed: str) -> None:
+    """Checks that a tensor has as many dimensions as one of the shapes, such as "[H, R]"."""
+    is_right = isinstance(tensor, Tensor) and tensor.dim() in {x.count(",") + 1 for x in allowed}
+    _check(is_right, name, tensor, f"a tensor {' or '.join(allowed)}")
+
+
 def distances(table: Tensor) -> ScoreMod:
     """A learned bias for each head and distance. The outermost biases also serve longer distances.
 
@@ -48,6 +60,8 @@ def distances(table: Tensor) -> ScoreMod:
         >>> table.grad.shape
         torch.Size([8, 33])
     """
+    _check_dims("table", table, "[H, 2 R + 1]")
+    _check(table.size(1) % 2 == 1, "table", table, "[H, 2 R + 1], with an odd number of columns")
     R = table.size(1) // 2
     return lambda score, b, h, i, j: score + table[h, (i - j).clamp(-R, R) + R]
 
@@ -69,8 +83,13 @@ def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) ->
         >>> torch_attn.flex_attention(x, x, x, score_mod, scale=1.0).shape  # T5 does not scale
         torch.Size([1, 8, 50, 16])
     """
+    _check_dims("table", table, "[num_buckets, H]")
     buckets = table.size(0) // 2 if bidirectional else table.size(0)
     near = buckets // 2
+    _check(
+        near > 0, "table", table, f"[num_buckets, H], num_buckets >= {4 if bidirectional else 2}"
+    )
+    _check(max_distance > near, "max_distance", max_distance, f"above {near}, the exact buckets")
 
     def score_mod(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
         ahead = j - i
@@ -99,6 +118,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
         >>> torch_attn.flex_attention(x, x, x, torch_attn.mods.alibi(slopes)).shape
         torch.Size([1, 8, 50, 16])
     """
+    _check_dims("slopes", slopes, "[H]")
     return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
 
 
@@ -115,6 +135,7 @@ def softcap(cap: float | Tensor) -> ScoreMod:
         >>> torch_attn.flex_attention(x, x, x, torch_attn.mods.softcap(50.0)).shape
         torch.Size([1, 8, 50, 16])
     """
+    _check(isinstance(cap, Tensor) or cap > 0, "cap", cap, "positive")
     return lambda score, b, h, i, j: cap * torch.tanh(score / cap)
 
 
@@ -136,6 +157,7 @@ def transformer_xl(positions: Tensor) -> ScoreMod:
         >>> torch_attn.flex_attention(query, key, value, score_mod).shape
         torch.Size([1, 8, 50, 16])
     """
+    _check_dims("positions", positions, "[B, H, L, L + S - 1]")
     L = positions.size(2)
     if positions.size(0) == 1:
         shared = positions[0]
@@ -161,7 +183,13 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
         >>> torch_attn.flex_attention(x, x, x, score_mod, scale=(3 * 16) ** -0.5).shape
         torch.Size([1, 8, 50, 16])
     """
-    R = next(x.size(3) for x in (c2p, p2c) if x is not None) // 2
+    given = {name: x for name, x in (("c2p", c2p), ("p2c", p2c)) if x is not None}
+    _check(bool(given), "c2p", None, "a tensor, or p2c must be one")
+    for name, x in given.items():
+        _check_dims(name, x, "[B, H, L or S, 2 R]")
+    R = next(iter(given.values())).size(3) // 2
+    for name, x in given.items():
+        _check(x.size(3) == 2 * R, name, x, f"[B, H, L or S, {2 * R}], as the other one")
 
     def bucket(distance: Tensor) -> Tensor:
         if max_distance is None:
@@ -197,6 +225,8 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
         >>> torch_attn.flex_attention(x, x, x, score_mod).shape
         torch.Size([1, 8, 24, 16])
     """
+    _check_dims("rel_h", rel_h, "[B, H, L, height]")
+    _check_dims("rel_w", rel_w, "[B, H, L, width]")
     width = rel_w.size(3)
     return lambda score, b, h, i, j: score + rel_h[b, h, i, j // width] + rel_w[b, h, i, j % width]
 
@@ -227,8 +257,8 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
         >>> torch.equal(output, torch_attn.sdpa(x, x, x, window_size=(15, 0)))
         True
     """
-    if left < 0 or right < 0:
-        raise ValueError(f"left is {left} and right is {right}; neither may be negative")
+    _check(left >= 0, "left", left, "0 or more")
+    _check(right >= 0, "right", right, "0 or more")
     return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
 
 
@@ -257,6 +287,7 @@ def documents(ids: Tensor) -> MaskMod:
         >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
         torch.Size([1, 8, 50, 16])
     """
+    _check_dims("ids", ids, "[L]", "[B, L]")
     if ids.dim() == 1:
         return lambda b, h, i, j: ids[i] == ids[j]
     return lambda b, h, i, j: ids[b, i] == ids[b, j]
@@ -274,11 +305,17 @@ def prefix(lengths: Tensor) -> MaskMod:
         >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
         torch.Size([2, 8, 50, 16])
     """
+    _check_dims("lengths", lengths, "[B]")
     return lambda b, h, i, j: (i >= j) | (j < lengths[b])
 
 
 def neighbourhood(
-    shape: tuple[int, ...], window: tuple[int, ...], *, causal: bool | tuple[bool, ...] = False
+    shape: tuple[int, ...],
+    window: int | tuple[int | None, ...],
+    *,
+    stride: int | tuple[int, ...] = 1,
+    dilation: int | tuple[int, ...] = 1,
+    causal: bool | tuple[bool, ...] = False,
 ) -> MaskMod:
     """Neighbourhood attention in one to three dimensions by NATTEN's rule (Hassani et al., 2023).
 
@@ -287,10 +324,16 @@ def neighbourhood(
     Args:
         shape: the sizes of the grid of tokens, such as ``(height, width)``. Their product is both L
             and S.
-        window: how many tokens a query sees along each dimension; odd, unless causal.
-        causal: whether the window ends at the query's own token along a dimension: one value for
-            all dimensions, or one for each. A causal window is not shifted, so it has fewer tokens
-            at the beginning of the dimension.
+        window: how many tokens a query sees along each dimension. An even window has one token
+            more before the query than after it. With None, a query sees the whole dimension.
+        stride: how many neighbouring queries share a window, which is centred on the middle one of
+            them, or on the right one of the two in the middle. At most the window. A window of the
+            stride's size is blocked attention.
+        dilation: the distance of neighbours. A query sees tokens at multiples of the dilation only.
+        causal: whether the window ends at the query's own token along a dimension. A causal window
+            is not shifted, so it has fewer tokens at the beginning of the dimension.
+
+    The last three, and `window`, have one value for all dimensions, or one for each.
 
     Example:
         >>> x = torch.randn(1, 8, 6 * 7, 16)
@@ -298,27 +341,46 @@ def neighbourhood(
         >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
         torch.Size([1, 8, 42, 16])
     """
-    causals = (causal,) * len(shape) if isinstance(causal, bool) else causal
-    if not 0 < len(shape) == len(window) == len(causals):
-        raise ValueError(
-            f"shape is {shape}, window {window} and causal {causal}; they must have one value for "
-            "each dimension"
+    of_axis: list[tuple[Any, ...]] = []
+    for name, x in (
+        ("window", window),
+        ("stride", stride),
+        ("dilation", dilation),
+        ("causal", causal),
+    ):
+        of_axis.append(tuple(x) if isinstance(x, tuple | list) else (x,) * len(shape))
+        _check(
+            len(of_axis[-1]) == len(shape) > 0, name, x, f"one value, or one for each of {shape}"
         )
-    for n, w, c in zip(shape, window, causals, strict=True):
-        if not 0 < w <= n or (w % 2 == 0 and not c):
-            raise ValueError(
-                f"window is {window} and shape {shape}; in each dimension the window must be "
-                "between 1 and the shape. It must be odd where the dimension is not causal"
-            )
-    along = list(zip(shape, window, causals, strict=True))[::-1]
+    along = list(zip(shape, *of_axis, strict=True))
+    for n, w, s, d, _ in along:
+        _check(d >= 1, "dilation", dilation, "1 or more")
+        size = n if w is None else w
+        _check(
+            0 < size * d <= n, "window", window, f"1 or more, and times dilation at most {shape}"
+        )
+        _check(1 <= s <= size, "stride", stride, f"between 1 and the window, which is {window}")
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Tensor:
         visible: list[Tensor] = []
-        for n, w, c in along:
+        for n, w, s, d, c in along[::-1]:
             row, column = i % n, j % n
-            first = row - w + 1 if c else (row - w // 2).clamp(0, n - w)
-            visible.append((column >= first) & (column <= (row if c else first + w - 1)))
             i, j = i // n, j // n
-        return functools.reduce(operator.and_, visible)
+            if d > 1:
+                visible.append(row % d == column % d)
+            # The place among the tokens at multiples of the dilation, and the last place there.
+            last = (n - 1 - row % d) // d
+            row, column = row // d, column // d
+            if c:
+                visible.append(column <= row)
+            if w is not None:
+                leader = torch.minimum(row // s * s + (s - 1 if c else s // 2), last)
+                least = leader - w + 1
+                if not c:
+                    least = torch.minimum((leader - w // 2).clamp(min=0), last - w + 1)
+                    visible.append(column < least + w)
+                visible.append(column >= least)
+        shown: Tensor = functools.reduce(operator.and_, visible or [i == i])
+        return shown
 
     return mask_mod
