@@ -461,6 +461,9 @@ class Tracer(TorchFunctionMode):
         if not dense or x.is_complex() or x.is_quantized:
             what = f"{type(x).__name__} of layout {x.layout} and {x.dtype}"
             self.fail(f"a captured tensor is a {what}", "capture a dense tensor of real numbers")
+        if x.device != self.device:
+            what = f"{self.name_of(x)} is on {x.device}, but query is on {self.device}"
+            self.fail(what, "all captured tensors must be on query's device", is_wrong=True)
 
     def check_gradients(self, name: str, values: Iterable[Any]) -> None:
         """Refuses functions that run without gradients, although the caller records gradients.
