@@ -269,6 +269,22 @@ def test_what_neither_can_do_is_our_error() -> None:
     assert issubclass(UnsupportedError, RuntimeError)
 
 
+def test_mixed_dtypes_go_to_pytorch() -> None:
+    query, key, value = inputs()
+    mixed = query, key.half(), value.half()
+    expected = before(*mixed)
+    with replacing_flex() as handle:
+        with pytest.warns(
+            UserWarning, match="key torch.float16 and value torch.float16; give them"
+        ):
+            assert before(*mixed).equal(expected)
+        with pytest.raises(UnsupportedError, match="give them one dtype"):
+            before(query.requires_grad_(), *mixed[1:])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert before(query, key.bfloat16(), value).dtype == torch.bfloat16
+    assert (handle.calls, handle.passed_on) == (1, 1)
+
+
 def test_other_tensors_go_to_pytorch() -> None:
     x = [t.to("meta") for t in inputs()]
     eight = [t.to(torch.float8_e4m3fn) for t in inputs()]

@@ -185,6 +185,9 @@ def _answer(query: Any, key: Any, value: Any, **more: Any) -> Any:
         _count_passed_on()
         return original(query, key, value, **more)
     try:
+        if not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled("cpu"):
+            dtypes = f"query has {query.dtype}, key {key.dtype} and value {value.dtype}"
+            raise UnsupportedError(f"torch_attn.flex_attention: {dtypes}; give them one dtype")
         result = flex_attention(query, key, value, **more)
     except UnsupportedError as refusal:
         if query.requires_grad or key.requires_grad or value.requires_grad:
