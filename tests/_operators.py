@@ -9,6 +9,7 @@ from torch import Tensor
 
 from _second_order import directions
 from helpers import Inputs
+from torch_attn._programs import MOST_TABLES
 
 OPERATORS = (
     *("sdpa", "attention", "sdpa_with_weights", "sdpa_stats"),
@@ -29,13 +30,15 @@ def arguments(name: str, x: Inputs, **options: Any) -> tuple[list[Any], dict[str
     saved = torch.ops.attn._sdpa_forward(*x, **options)[:4]
     output = saved[0]
     learned = ("alibi_slopes", "sinks", "row_terms", "key_terms", "distance_terms")
-    learned += ("table_0", "table_1", "table_2", "table_3")
     more: list[Tensor | None] = [options.get(n) for n in learned]
+    tables: list[Tensor] = options.get("tables", [])
     wanted = [t is not None and t.is_floating_point() for t in (*x, *more)]
+    wanted += [True] * len(tables) + [False] * (MOST_TABLES - len(tables))
     grads = [torch.randn_like(output), torch.randn_like(saved[1][..., 0]) if with_rows else None]
     if name == "_sdpa_backward":
         return [*grads, *saved, *x], {**options, "grad_input_mask": wanted}
     along = [*directions(x), *(None if t is None else torch.randn_like(t) for t in more)]
+    along.append([*map(torch.randn_like, tables), None])  # it ends with a None
     if name == "_sdpa_tangent":
         return [*saved, *along, *x], options
     moved = torch.ops.attn._sdpa_tangent(*saved, *along, *x, **options)

@@ -63,7 +63,7 @@ def evaluate(text: str, program: Program, shape: tuple[int, ...], score: Tensor 
             x = x[..., rows - keys + S - 1] if name == "distance" else x
             x = {"f": x.double(), "i": x.long(), "b": x != 0}[type_]
         elif name.endswith("table"):
-            table = getattr(program, f"table_{operands[0]}").double()
+            table = program.tables[int(operands[0])].double()
             row = {"table": torch.tensor(0), "row_table": rows, "key_table": keys}[name]
             index = values[int(operands[1][1:])]
             b, h = torch.arange(table.size(0)), torch.arange(table.size(1))

@@ -167,7 +167,7 @@ def results(
 
 def of_inputs(*some: Any, rest: Any) -> list[Any]:
     """One for each input of the operators that has a derivative: `rest` for the last ones."""
-    number = len(torch.ops.attn._sdpa_backward.default._schema.returns)
+    number = torch.ops.attn._sdpa_backward.default._schema.arguments[-1].N
     return [*some, *[rest] * (number - len(some))]
 
 

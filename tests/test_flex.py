@@ -3,7 +3,7 @@
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,22 +250,6 @@ def test_more_threads_than_copies_of_a_table() -> None:
             assert all(map(torch.equal, found, expected))
 
 
-def test_at_most_four_tables() -> None:
-    x, tables = tensors(), torch.randn(5, 9, dtype=torch.float64)
-
-    def output(tables: Sequence[Tensor]) -> Any:
-        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            for table in tables:
-                s = s + table[i * j % 9]
-            return s
-
-        return torch_attn.flex_attention(*x, score)
-
-    torch.testing.assert_close(output(tables[:4].unbind()), output([tables[:4].sum(0)]))
-    with pytest.raises(RuntimeError, match="5 tables have an index of the pair; at most 4"):
-        output(tables.unbind())
-
-
 def test_an_index_that_vmap_hides_is_checked() -> None:
     """Behind the first table there is another one, whose numbers are not read instead."""
     x, wrong = [t.detach() for t in tensors()], torch.full((100,), 9)
@@ -475,7 +459,7 @@ def test_programs_of_no_pair_and_masks_from_tables() -> None:
     mask = "attn.program 1\n%0 i query\n%1 f table 0 %0\n%2 f const 0\n%3 b lt %2 %1\nreturn %3"
     table = torch.ones(1, 1, 1, L, dtype=torch.float64, requires_grad=True)
     query = x[0].clone().requires_grad_()
-    output = torch.ops.attn.flex_attention(query, *x[1:], mask_mod=mask, table_0=table)[0]
+    output = torch.ops.attn.flex_attention(query, *x[1:], mask_mod=mask, tables=[table])[0]
     of_query, of_table = torch.autograd.grad(output.sum(), [query, table], materialize_grads=True)
     assert of_query.any()
     assert not of_table.any()

@@ -21,9 +21,8 @@ SCALES = ", Tensor? key_scale=None, Tensor? value_scale=None"
 WITH_ROWS = ", bool with_rows=True"
 PROGRAM = ", str? score_mod=None, str? mask_mod=None"
 PROGRAM += ", Tensor? row_terms=None, Tensor? key_terms=None, Tensor? distance_terms=None"
-PROGRAM += ", Tensor? table_0=None, Tensor? table_1=None, Tensor? table_2=None"
-PROGRAM += ", Tensor? table_3=None, Tensor? row_numbers=None, Tensor? key_numbers=None"
-PROGRAM += ", Tensor? distance_numbers=None, Tensor? blocks=None, int[2] block_size=0"
+PROGRAM += ", Tensor? row_numbers=None, Tensor? key_numbers=None, Tensor? distance_numbers=None"
+PROGRAM += ", Tensor? blocks=None, int[2] block_size=0, Tensor?[] tables=[None]"
 ROWS = "(Tensor output, Tensor logsumexp, Tensor max_score)"
 PUBLIC = {
     "sdpa": f"({BUILTIN}) -> Tensor",

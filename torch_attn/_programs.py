@@ -21,7 +21,7 @@ from torch_attn._program_trace import Tracer
 
 __all__ = ["Program", "remembered", "score_program", "trace"]
 
-MOST_OPERATIONS, MOST_LEAVES = 64, 16
+MOST_OPERATIONS, MOST_LEAVES, MOST_TABLES = 64, 16, 16
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -45,10 +45,10 @@ class Program:
         row_numbers: ``[B|1, H|1, L, R]``, int32: whole numbers, and booleans as 0 and 1.
         key_numbers: ``[B|1, H|1, S, K]``, likewise.
         distance_numbers: ``[B|1, H|1, L + S - 1, D]``, likewise.
-        table_0: ``[B|1, H|1, L|S|1, N]``, of the terms' dtype: a captured tensor that the kernels
-            read in place, because its index depends on query and key. The list of operations calls
-            it row_table if it has a row for each query, key_table if it has a row for each key, and
-            table if it has one row. table_1 to table_3: likewise.
+        tables: each ``[B|1, H|1, L|S|1, N]``, of the terms' dtype: captured tensors that the
+            kernels read in place, because their indices depend on query and key. The list of
+            operations calls a table row_table if it has a row for each query, key_table if it has a
+            row for each key, and table if it has one row.
         pairs: ``[B|1, H|1, L, S]``, a view of a captured tensor, which the kernels read in place.
     """
 
@@ -60,22 +60,22 @@ class Program:
     row_numbers: Tensor | None = None
     key_numbers: Tensor | None = None
     distance_numbers: Tensor | None = None
-    table_0: Tensor | None = None
-    table_1: Tensor | None = None
-    table_2: Tensor | None = None
-    table_3: Tensor | None = None
+    tables: tuple[Tensor, ...] = ()
     pairs: Tensor | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of ``torch.ops.attn.flex_attention`` that are not None, by name."""
-        return {name: x for part, name in _ARGUMENTS if (x := getattr(self, part)) is not None}
+        """Returns the arguments of ``torch.ops.attn.flex_attention`` that are there, by name."""
+        given = {name: getattr(self, part) for part, name in _ARGUMENTS if part != "tables"}
+        given["tables"] = [*self.tables] or None
+        return {name: x for name, x in given.items() if x is not None}
 
     def __str__(self) -> str:
         parts = [f"{n}: {text}" for n in ("score", "mask") if (text := getattr(self, n))]
-        leaves = [f"{kind}_{noun}" for noun in ("terms", "numbers") for kind in _KINDS]
-        leaves += [*_TABLES, "pairs"]
-        for name in leaves:
-            if (tensor := getattr(self, name)) is not None:
+        names = [f"{kind}_{noun}" for noun in ("terms", "numbers") for kind in _KINDS]
+        leaves = {name: getattr(self, name) for name in names}
+        leaves |= {f"tables[{t}]": table for t, table in enumerate(self.tables)}
+        for name, tensor in (leaves | {"pairs": self.pairs}).items():
+            if tensor is not None:
                 parts.append(f"{name}: {list(tensor.shape)} {tensor.dtype}\n")
         return "".join(parts)
 
@@ -83,7 +83,6 @@ class Program:
 _OF_PROGRAM = {"score": "score_mod", "mask": "mask_mod", "pairs": "attn_mask"}
 _ARGUMENTS = [(f.name, _OF_PROGRAM.get(f.name, f.name)) for f in fields(Program)]
 _KINDS = {"row": ROW, "key": KEY, "distance": DISTANCE}
-_TABLES = "table_0", "table_1", "table_2", "table_3"
 
 
 def trace(
@@ -140,10 +139,10 @@ def trace(
         name = f"{kind}_{'terms' if type_ == 'f' else 'numbers'}"
         columns.setdefault(name, []).append(tracer.list.leaves[type_, serial])
     tables = columns.pop("table_numbers", [])
-    if len(tables) > len(_TABLES):
-        tracer.fail(f"{len(tables)} tables have an index of the pair; at most {len(_TABLES)}")
-    leaves = {name: _stack(tracer, name, of) for name, of in columns.items()}
-    leaves |= dict(zip(_TABLES, tables, strict=False))
+    if len(tables) > MOST_TABLES:
+        tracer.fail(f"{len(tables)} tables have an index of the pair; at most {MOST_TABLES}")
+    leaves: dict[str, Any] = {name: _stack(tracer, name, of) for name, of in columns.items()}
+    leaves["tables"] = tuple(tables)
     if tracer.pairs is not None and " f pair\n" in texts[0]:  # else the result does not need it
         leaves["pairs"] = tracer.pairs
     score_text = texts[0] if score_mod is not None else None

@@ -135,8 +135,9 @@ def _statistics(call: Call) -> int:
 
 def _directions(call: Call) -> list[bool]:
     names = ("query", "key", "value", "attn_mask", "alibi_slopes")
-    terms = ("row_terms", "key_terms", "distance_terms", "table_0", "table_1", "table_2", "table_3")
-    return [call[f"tangent_{name}"] is not None for name in (*names, *terms)]
+    terms = ("row_terms", "key_terms", "distance_terms")
+    tables = any(shape is not None for shape in call["tangent_tables"])
+    return [*(call[f"tangent_{name}"] is not None for name in (*names, *terms)), tables]
 
 
 def _tangent(call: Call) -> int:

@@ -164,7 +164,7 @@ struct Table {
   // here. -1: kernels read the table as it is.
   int64_t transposed_at = -1;
 };
-constexpr int kMostTables = 4;
+constexpr int kMostTables = 16;
 
 // The gradients of terms, in the compute dtype; null if not wanted. Each chunk of keys has its own sums of the
 // gradients of distance terms. These sums are added in order afterwards.

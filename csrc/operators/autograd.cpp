@@ -61,7 +61,7 @@ bool is_dual(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).de
 bool is_dual(const std::optional<Tensor>& t) { return t && is_dual(*t); }
 template <Struct T>
 bool is_dual(const T& tensors) {
-  return std::apply([](const auto&... t) { return (is_dual(t) || ...); }, inputs_of(tensors));
+  return any_of([](const auto& t) { return is_dual(t); }, inputs_of(tensors));
 }
 
 std::optional<Tensor> tangent_of(const std::optional<Tensor>& t) {
@@ -99,7 +99,7 @@ class Kept {
  public:
   // The first `outputs` tensors are the node's own results, for which set_history() has been called.
   void save(const T& argument, size_t outputs = 0) {
-    for_each_of([&](size_t i, const auto& t) { variables_[i] = SavedVariable(t, i < outputs); }, tensors_of(argument));
+    for_each_tensor([&](size_t i, const auto& t) { variables_.emplace_back(t, i < outputs); }, tensors_of(argument));
   }
   // `node`: pointer_to() of the node that keeps the tensors. An absent tensor stays absent. If the caller has changed a
   // tensor in place since the forward, torch throws. This function adds the name of the argument to torch's error,
@@ -117,7 +117,7 @@ class Kept {
         throw;
       }
     };
-    for_each_of(unpack, tensors_of(argument));
+    for_each_tensor(unpack, tensors_of(argument));
   }
   void release() {
     for (SavedVariable& v : variables_) v.reset_data();
@@ -128,7 +128,7 @@ class Kept {
     if constexpr (std::is_same_v<T, Call>) {
       const About& about = Tensors::about(i);
       const bool one_name = about.name == std::string_view(about.name_in_varlen);
-      return one_name ? about.name : c10::str(about.name, " (", about.name_in_varlen, ")");
+      return Tensors::name(i) + (one_name ? "" : c10::str(" (", about.name_in_varlen, ")"));
     } else if constexpr (requires { T::kNames; }) {
       return T::kNames[i];
     } else {
@@ -136,20 +136,12 @@ class Kept {
     }
   }
 
-  std::array<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
+  c10::SmallVector<SavedVariable, std::tuple_size_v<decltype(tensors_of(std::declval<T&>()))>> variables_;
 };
 
-// How many edges a node has for an argument of type T: one for each input in T. Results of the forward have no edges,
-// because they count as constants (see above).
-template <class T>
-constexpr size_t kEdges = kInputs<T>;
-template <>
-constexpr size_t kEdges<Saved> = 0;
-template <>
-constexpr size_t kEdges<TangentResults> = 0;
-
 // A node that keeps arguments of types T for the backward. One argument is the call. The node has the edges of all
-// arguments, in the order of T.
+// arguments, in the order of T: the call's edges are the last, and a direction's are the first. Results of the forward
+// have no edges, because they count as constants (see above).
 //
 // Several threads may run backward through one node at once, and the first to finish may release the tensors that the
 // node keeps. Therefore apply() and release_variables() of every node hold the node's mutex, as in the nodes that torch
@@ -157,7 +149,7 @@ constexpr size_t kEdges<TangentResults> = 0;
 template <Name name_, class... T>
 struct AttentionNode : torch::autograd::Node {
   std::tuple<Kept<T>...> kept;
-  Call without_tensors;
+  Call without_tensors;  // but with as many tables, which are undefined
 
   std::string name() const override { return name_.text; }
 
@@ -182,34 +174,37 @@ struct AttentionNode : torch::autograd::Node {
     const Call nothing;
     without_tensors = call;
     tensors_of(without_tensors) = tensors_of(nothing);
+    without_tensors.tables.resize(call.tables.size());
   }
   template <class A>
   A unpack() {
     A argument;
     if constexpr (std::is_same_v<A, Call>) argument = without_tensors;
+    if constexpr (std::is_same_v<A, Direction>) argument.tables.resize(without_tensors.tables.size());
     std::get<Kept<A>>(kept).unpack(argument, pointer_to(this));
     return argument;
   }
 
-  static variable_list no_gradients() { return variable_list((kEdges<T> + ...)); }
+  variable_list no_gradients() const { return variable_list(num_outputs()); }
 
+  size_t inputs() const { return kInputs<Call> - 1 + without_tensors.tables.size(); }
   template <class A>
-  static constexpr size_t first_edge() {
-    size_t first = 0;
-    bool reached = false;
-    ((reached = reached || std::is_same_v<T, A>, first += reached ? 0 : kEdges<T>), ...);
-    return first;
+  size_t first_edge() const {
+    return std::is_same_v<A, Call> ? num_outputs() - inputs() : 0;
   }
   // Which inputs of A (Call or Direction) need a gradient.
   template <class A>
   Wanted wanted() const {
-    Wanted w;
-    for (size_t i = 0; i < w.size(); ++i) w[i] = task_should_compute_output(first_edge<A>() + i);
+    Wanted w{};
+    for (size_t i = 0; i < inputs(); ++i) w[i] = task_should_compute_output(first_edge<A>() + i);
     return w;
   }
   template <class A>
-  static void put(variable_list& result, const Gradients& of_argument) {
-    std::ranges::copy(list(of_argument), result.begin() + first_edge<A>());
+  void put(variable_list& result, const Gradients& of_argument, const Wanted& wanted) const {
+    const auto put_if_wanted = [&, edge = first_edge<A>()](size_t i, const Tensor& grad) {
+      if (wanted[i]) result[edge + i] = grad;
+    };
+    for_each_input(put_if_wanted, of_argument);
   }
 };
 
@@ -248,11 +243,14 @@ auto record(const A&... arguments) {
 struct SdpaBackward : AttentionNode<"SdpaBackward", Call, Saved> {
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (std::ranges::none_of(grads, &Tensor::defined)) return no_gradients();
+    variable_list result = no_gradients();
+    if (std::ranges::none_of(grads, &Tensor::defined)) return result;
     const Saved s = unpack<Saved>();
     GradResults u{grads[0].defined() ? grads[0] : at::zeros_like(s.output), std::nullopt};
     if (grads.size() > 1 && grads[1].defined()) u.logsumexp = grads[1];
-    return list(BackwardOp::call(u, s, unpack<Call>(), wanted<Call>()));
+    const Wanted w = wanted<Call>();
+    put<Call>(result, BackwardOp::call(u, s, unpack<Call>(), w), w);
+    return result;
   }
 };
 
@@ -261,6 +259,7 @@ struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Cal
   variable_list apply(variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     Direction t;
+    t.tables.resize(without_tensors.tables.size());
     const auto set_if_defined = [&](size_t i, std::optional<Tensor>& tangent) {
       if (grads[i].defined()) tangent = grads[i];
     };
@@ -270,11 +269,11 @@ struct SdpaDoubleBackward : AttentionNode<"SdpaDoubleBackward", GradResults, Cal
     const Call call = unpack<Call>();
     const Saved s = unpack<Saved>();
     const TangentResults tangent = TangentOp::call(s, t, call);
-    constexpr size_t kOutput = first_edge<GradResults>(), kLogsumexp = kOutput + 1;
+    constexpr size_t kOutput = 0, kLogsumexp = 1;
     if (task_should_compute_output(kOutput)) result[kOutput] = tangent.output;
     if (task_should_compute_output(kLogsumexp)) result[kLogsumexp] = tangent_of_rows(tangent);
     if (const Wanted w = wanted<Call>(); any(w))
-      put<Call>(result, SecondOp::call(unpack<GradResults>(), s, t, tangent, call, w));
+      put<Call>(result, SecondOp::call(unpack<GradResults>(), s, t, tangent, call, w), w);
     return result;
   }
 };
@@ -289,8 +288,8 @@ struct SdpaTangentBackward : AttentionNode<"SdpaTangentBackward", Direction, Cal
     const TangentResults tangent = unpack<TangentResults>();
     const GradResults u = grads_of_tangent(grads, tangent);
     if (const Wanted w = wanted<Call>(); any(w))
-      put<Call>(result, SecondOp::call(u, s, unpack<Direction>(), tangent, call, w));
-    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, s, call, w));
+      put<Call>(result, SecondOp::call(u, s, unpack<Direction>(), tangent, call, w), w);
+    if (const Wanted w = wanted<Direction>(); any(w)) put<Direction>(result, BackwardOp::call(u, s, call, w), w);
     return result;
   }
 };

@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <optional>
@@ -28,6 +29,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "core/program.h"
 #include "operators/operator.h"
 
 namespace attn {
@@ -120,8 +122,6 @@ struct Call {
   std::optional<std::string> score_mod{}, mask_mod{};
   // If there is a score_mod, attn_mask is not a mask, but holds the number that score_mod reads for each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};
-  // Tables [*batch, heads, L or S or 1, numbers], which the functions read at an index that they compute.
-  std::optional<at::Tensor> table_0{}, table_1{}, table_2{}, table_3{};
   std::optional<at::Tensor> row_numbers{}, key_numbers{}, distance_numbers{};
   // uint8 [*batch, heads, blocks of queries, blocks of keys]. 0: no pair of the block is visible; 1: mask_mod decides
   // for each pair; 2: all pairs are visible.
@@ -131,6 +131,9 @@ struct Call {
   // except the last one. The call attends to key * key_scale[..., None] and value * value_scale[..., None]. It has no
   // derivatives.
   std::optional<at::Tensor> key_scale{}, value_scale{};
+  // Up to kMostTables tables [*batch, heads, L or S or 1, numbers], which functions of the pair read at an index that
+  // they compute.
+  OptionalTensors tables{};
   bool with_rows = true;  // whether the rows' logsumexp and largest score are wanted; else they are empty, [0]
 
   // The arguments in the order of `attention`. The built-in has the first eight.
@@ -160,10 +163,6 @@ struct Call {
       Argument({"row_terms", Kind::terms}, &Call::row_terms),
       Argument({"key_terms", Kind::terms}, &Call::key_terms),
       Argument({"distance_terms", Kind::terms}, &Call::distance_terms),
-      Argument({"table_0", Kind::terms}, &Call::table_0),
-      Argument({"table_1", Kind::terms}, &Call::table_1),
-      Argument({"table_2", Kind::terms}, &Call::table_2),
-      Argument({"table_3", Kind::terms}, &Call::table_3),
       Argument({"row_numbers", Kind::numbers}, &Call::row_numbers),
       Argument({"key_numbers", Kind::numbers}, &Call::key_numbers),
       Argument({"distance_numbers", Kind::numbers}, &Call::distance_numbers),
@@ -171,6 +170,7 @@ struct Call {
       Argument({"block_size", Kind::program}, &Call::block_size),
       Argument({"key_scale", Kind::scales}, &Call::key_scale),
       Argument({"value_scale", Kind::scales}, &Call::value_scale),
+      Argument({"tables", Kind::terms}, &Call::tables),  // the only list, and the last of all tensors
       Argument({"with_rows", Kind::results}, &Call::with_rows),
   };
   static auto fields(auto& call);
@@ -204,7 +204,12 @@ struct Arguments {
     return places;
   }();
 
-  static constexpr const About& about(size_t i) { return kAbout[kPlaces[i]]; }
+  // About argument number i, or about tensor number i. Tables are the last tensors, with numbers from kCount - 1 on.
+  static constexpr const About& about(size_t i) { return kAbout[kPlaces[std::min(i, kCount - 1)]]; }
+  static std::string name(size_t i) {
+    const char* const name = about(i).name;
+    return name == std::string_view("tables") ? c10::str(name, "[", i - (kCount - 1), "]") : name;
+  }
   static auto fields(auto& call) {
     return [&]<size_t... i>(std::index_sequence<i...>) {
       return std::tie(call.*std::get<kPlaces[i]>(Call::kArguments).member...);
@@ -273,8 +278,32 @@ auto all_inputs_of(const auto&... arguments) { return std::tuple_cat(inputs_of(a
 template <class T>
 constexpr size_t kInputs = std::tuple_size_v<decltype(inputs_of(std::declval<T&>()))>;
 
-// Calls f(i, input, ...) with input number i of each struct, for every i. All structs have the same number of inputs.
-void for_each_input(auto&& f, auto&... structs) { for_each_of(f, inputs_of(structs)...); }
+// Calls f(i, tensor, ...) with tensor number i of each tuple of references, for every i. Each tensor of a list has its
+// own number. Lists at the same place first get the length of the longest of them.
+void for_each_tensor(auto&& f, auto first, auto... others) {
+  const auto visit = [&](size_t i, auto&... same) {
+    if constexpr ((requires { same.size(); } && ...)) {
+      const size_t size = std::max({same.size()...});
+      const auto lengthen = [&](auto& list) {
+        if constexpr (requires { list.resize(size); }) list.resize(size);
+      };
+      (lengthen(same), ...);
+      for (size_t t = 0; t < size; ++t) f(i + t, same.at(t)...);
+    } else {
+      f(i, same...);
+    }
+  };
+  for_each_of(visit, first, others...);
+}
+// Whether f(tensor) is true for any tensor of a tuple of references.
+bool any_of(const auto& f, auto tensors) {
+  bool any = false;
+  for_each_tensor([&](size_t, const auto& t) { any = any || f(t); }, tensors);
+  return any;
+}
+
+// Calls f(i, input, ...) with input number i of each struct, for every i. All structs have the same inputs.
+void for_each_input(auto&& f, auto&... structs) { for_each_tensor(f, inputs_of(structs)...); }
 
 // Returns the struct with every input replaced by f(input). An absent input stays absent.
 template <Struct T>
@@ -300,23 +329,21 @@ inline Call with_key_as_value(Call scores) {
 template <class T>
 struct OfInputs {
   T query, key, value, attn_mask, alibi_slopes, sinks, row_terms, key_terms, distance_terms;
-  T table_0, table_1, table_2, table_3;
+  std::vector<T> tables;  // one T for each table
 
   static constexpr auto kInputNames =
       std::to_array<std::string_view>({"query", "key", "value", "attn_mask", "alibi_slopes", "sinks", "row_terms",
-                                       "key_terms", "distance_terms", "table_0", "table_1", "table_2", "table_3"});
+                                       "key_terms", "distance_terms", "tables"});
   static auto fields(auto& x) {
     return std::tie(x.query, x.key, x.value, x.attn_mask, x.alibi_slopes, x.sinks, x.row_terms, x.key_terms,
-                    x.distance_terms, x.table_0, x.table_1, x.table_2, x.table_3);
+                    x.distance_terms, x.tables);
   }
 };
-// The tables in x, which is a call, a direction or a struct of gradients.
-auto tables_of(auto& x) { return std::array{&x.table_0, &x.table_1, &x.table_2, &x.table_3}; }
 // A direction in the space of inputs: each tensor has the shape of its input, and is absent if it is zero.
 using Direction = OfInputs<std::optional<at::Tensor>>;
-// Each gradient has the shape of its input, and is undefined if it is not wanted.
+// Each gradient has the shape of its input. If it is not wanted, it is undefined or, of a table, empty, [0].
 using Gradients = OfInputs<at::Tensor>;
-using Wanted = std::array<bool, Inputs::kCount>;  // in the order of OfInputs
+using Wanted = std::array<bool, Inputs::kCount - 1 + kMostTables>;  // in the order of OfInputs; has room for all tables
 static_assert(
     kInputs<Direction> == Inputs::kCount &&
         [] {
@@ -326,16 +353,22 @@ static_assert(
         }(),
     "OfInputs has the arguments of Call that may have derivatives, in their order");
 
+// Whether an argument has its default. A tensor has its default if it is absent.
+template <class T>
+bool is_default(const T& given, const T& usual) {
+  if constexpr (std::is_same_v<T, std::optional<at::Tensor>>)
+    return !given;
+  else if constexpr (std::is_same_v<T, OptionalTensors>)
+    return given.empty();
+  else
+    return given == usual;
+}
+
 // Whether the built-in could take the call: all arguments that the built-in lacks have their defaults.
 inline bool is_builtin(const Call& call) {
   const Call by_default;
   bool all = true;
-  const auto compare = [&]<class T>(size_t, const T& given, const T& usual) {
-    if constexpr (std::is_same_v<T, std::optional<at::Tensor>>)
-      all = all && given.has_value() == usual.has_value();
-    else
-      all = all && given == usual;
-  };
+  const auto compare = [&](size_t, const auto& given, const auto& usual) { all = all && is_default(given, usual); };
   for_each_of(compare, BeyondBuiltin::fields(call), BeyondBuiltin::fields(by_default));
   return all;
 }

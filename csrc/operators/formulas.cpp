@@ -221,7 +221,7 @@ std::vector<Tensor> differentiate(const std::vector<Tensor>& results, const std:
                                   const std::vector<Tensor>& inputs, const std::function<bool(size_t)>& is_wanted,
                                   bool create_graph) {
   std::vector<Tensor> from, with, to, gradients(inputs.size());
-  for (size_t i = 0; i < grads.size(); ++i)
+  for (size_t i = 0; i < std::min(grads.size(), results.size()); ++i)
     if (grads[i].defined() && results[i].defined() && results[i].requires_grad()) {
       from.push_back(results[i]);
       with.push_back(grads[i]);
@@ -287,7 +287,7 @@ Gradients second_formula(const GradResults& u, const Direction& direction, const
   const Tensor output = weighted_values(shape, wide.weights, x.value, x);
   const auto t = list(independent(direction));
   const auto along = differentiate({output.to(call.query.scalar_type()), wide.logsumexp}, list(independent(u)), list(x),
-                                   [&](size_t i) { return t[i].defined(); });
+                                   [&](size_t i) { return i < t.size() && t[i].defined(); });
   const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
   Gradients second;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
@@ -307,13 +307,12 @@ bool has_kernel(const Call& call) {
     return !t || (t->key_set().has(c10::DispatchKey::CPU) && !at::isTensorSubclassLike(*t) && !t->is_neg() &&
                   !t->_is_zerotensor() && !t->_fw_grad(/*level=*/0).defined());
   };
-  return std::apply([&](const auto&... t) { return (plain(t) && ...); }, tensors_of(call));
+  return !any_of([&](const auto& t) { return !plain(t); }, tensors_of(call));
 }
 
 bool learns(const Call& call) {
   const auto requires_grad = [](const std::optional<Tensor>& t) { return t && t->requires_grad(); };
-  const auto any_requires = [&](const auto&... t) { return (requires_grad(t) || ...); };
-  return at::GradMode::is_enabled() && std::apply(any_requires, inputs_of(call));
+  return at::GradMode::is_enabled() && any_of(requires_grad, inputs_of(call));
 }
 
 // Computes weights first, so that errors about the arguments name the operator that the user called. If scores are

@@ -20,8 +20,11 @@ T independent(const T& tensors) {
 
 // Returns the inputs of all arguments in one list. An absent input becomes an undefined tensor.
 std::vector<at::Tensor> list(const auto&... arguments) {
-  const auto put = [](const auto&... t) { return std::vector{std::optional<at::Tensor>(t).value_or(at::Tensor())...}; };
-  return std::apply(put, all_inputs_of(arguments...));
+  std::vector<at::Tensor> all;
+  all.reserve((kInputs<decltype(arguments)> + ...));
+  const auto put = [&](size_t, const std::optional<at::Tensor>& t) { all.push_back(t.value_or(at::Tensor())); };
+  for_each_tensor(put, all_inputs_of(arguments...));
+  return all;
 }
 
 // Differentiates the sum of all <result, grad> by autograd, and returns the gradients with respect to the wanted

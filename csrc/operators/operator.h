@@ -22,6 +22,9 @@
 //     static auto fields(auto& c) { return std::tie(c.key); }
 //   };
 //
+// A field may be a list: OptionalTensors in an argument, and std::vector<at::Tensor> in a result. The tensors in a
+// result's list are defined.
+//
 // When the library is loaded, the dispatcher compares all these types with the schema.
 #pragma once
 
@@ -34,6 +37,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace attn {
 
@@ -52,6 +56,24 @@ void for_each_of(auto&& f, auto first, auto... others) {
     };
     (call(std::integral_constant<size_t, i>()), ...);
   }(std::make_index_sequence<std::tuple_size_v<decltype(first)>>());
+}
+
+// A field as the dispatcher passes it, and back. The dispatcher would overlook tensors in a std::vector, so it gets a
+// list of its own. The list ends with one more element, None, because AOTInductor passes no empty list of tensors.
+using OptionalTensors = std::vector<std::optional<at::Tensor>>;
+using PassedTensors = c10::List<std::optional<at::Tensor>>;
+const auto& to_passed(const auto& field) { return field; }
+inline PassedTensors to_passed(const OptionalTensors& list) {
+  static const PassedTensors none({std::nullopt});
+  if (list.empty()) return none;
+  PassedTensors passed{at::ArrayRef(list)};
+  passed.push_back(std::nullopt);
+  return passed;
+}
+const auto& from_passed(const auto& field) { return field; }
+inline OptionalTensors from_passed(const PassedTensors& list) {
+  const bool has_end = !list.empty() && !list.get(list.size() - 1);  // calls of users may lack it
+  return {list.begin(), list.end() - has_end};
 }
 
 // A type that lists which fields of the struct T::Data an operator takes.
@@ -113,7 +135,7 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
   template <class Argument, size_t first, size_t... i>
   static auto gather(const auto& flat, std::index_sequence<i...>) {
     typename DataOf<Argument>::type argument;
-    fields_as<Argument>(argument) = std::tie(std::get<first + i>(flat)...);
+    fields_as<Argument>(argument) = std::forward_as_tuple(from_passed(std::get<first + i>(flat))...);
     return argument;
   }
 
@@ -125,8 +147,10 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
 
   // The dispatcher passes plain values by value, tensors and optional tensors by reference.
   template <class Field>
-  using Passed = std::conditional_t<std::is_trivially_copyable_v<Field> || std::is_same_v<Field, c10::SymInt>, Field,
-                                    const Field&>;
+  using AsPassed = std::remove_cvref_t<decltype(to_passed(std::declval<const Field&>()))>;
+  template <class Field>
+  using Passed = std::conditional_t<std::is_trivially_copyable_v<AsPassed<Field>> || std::is_same_v<Field, c10::SymInt>,
+                                    AsPassed<Field>, const AsPassed<Field>&>;
   using FlatResult = decltype(to_flat(std::declval<Result>()));
 
  public:
@@ -144,11 +168,12 @@ class Operator<name_, Result(Arguments...), std::tuple<const Flat&...>> {
   }
 
   static Result call(const typename DataOf<Arguments>::type&... arguments) {
-    return from_flat(std::apply([](auto&... fields) { return handle().call(fields...); }, flat(arguments...)));
+    const auto call = [](auto&... fields) { return handle().call(to_passed(fields)...); };
+    return from_flat(std::apply(call, flat(arguments...)));
   }
   static Result redispatch(c10::DispatchKeySet keys, const typename DataOf<Arguments>::type&... arguments) {
-    return from_flat(
-        std::apply([&](auto&... fields) { return handle().redispatch(keys, fields...); }, flat(arguments...)));
+    const auto call = [&](auto&... fields) { return handle().redispatch(keys, to_passed(fields)...); };
+    return from_flat(std::apply(call, flat(arguments...)));
   }
   static auto flat(const typename DataOf<Arguments>::type&... arguments) {
     return std::tuple_cat(fields_as<Arguments>(arguments)...);

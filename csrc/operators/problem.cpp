@@ -187,15 +187,16 @@ std::optional<at::Tensor> with_whole_rows(const std::optional<at::Tensor>& tenso
 
 void ProblemBuilder::add_program(const Call& call) {
   problem_.group = 1;
-  problem_.program = &program_;
-  program_.batch = problem_.batch;
-  program_.heads = problem_.heads;
-  program_.queries = problem_.queries;
-  program_.keys = problem_.keys;
+  PairProgram& program = program_.emplace();
+  problem_.program = &program;
+  program.batch = problem_.batch;
+  program.heads = problem_.heads;
+  program.queries = problem_.queries;
+  program.keys = problem_.keys;
   const auto add = [&](Leaf leaf, const std::optional<at::Tensor>& tensor) {
     const int kind = static_cast<int>(leaf) - static_cast<int>(Leaf::row_term);
-    program_.terms[kind] = terms_of(tensor);
-    program_.columns[kind] = tensor ? static_cast<int>(tensor->size(-1)) : 0;
+    program.terms[kind] = terms_of(tensor);
+    program.columns[kind] = tensor ? static_cast<int>(tensor->size(-1)) : 0;
   };
   add(Leaf::row_term, call.row_terms);
   add(Leaf::key_term, call.key_terms);
@@ -205,53 +206,52 @@ void ProblemBuilder::add_program(const Call& call) {
   add(Leaf::distance_number, call.distance_numbers);
   if (call.score_mod) score_ = compile(shape_.op, "score_mod", *call.score_mod);
   if (call.mask_mod) mask_ = compile(shape_.op, "mask_mod", *call.mask_mod);
-  for (int t = 0; t < kMostTables; ++t) {
-    const auto& numbers = *tables_of(call)[t];
-    Table& table = program_.tables[t];
-    table.numbers = terms_of(with_whole_rows(numbers));
-    table.size = numbers ? numbers->size(-1) : 0;
+  for (size_t t = 0; t < call.tables.size(); ++t) {
+    Table& table = program.tables[t];
+    table.numbers = terms_of(with_whole_rows(call.tables[t]));
+    table.size = call.tables[t] ? call.tables[t]->size(-1) : 0;
     for (const auto& compiled : {score_, mask_})
-      if (compiled && compiled->tables[t] >= 0) table.of = static_cast<TableOf>(compiled->tables[t]);
-    if (score_ && score_->tables[t] >= 0 && suits_transposition(table, t, score_->list)) {
+      if (compiled && compiled->tables[t]) table.of = *compiled->tables[t];
+    if (score_ && score_->tables[t] && suits_transposition(table, t, score_->list)) {
       constexpr int64_t kMostLanes = 16;  // of a vector; kernels read whole vectors
-      table.transposed_at = program_.size_transposed;
-      program_.size_transposed += round_up(table.size, kMostLanes) * kScoreTile;
+      table.transposed_at = program.size_transposed;
+      program.size_transposed += round_up(table.size, kMostLanes) * kScoreTile;
     }
   }
-  program_.wrong = wrong_index_;
+  program.wrong = wrong_index_;
   if (score_) {
-    program_.score = &score_->list;
-    if (score_->keeping.result_count > 0) program_.keeping = &score_->keeping;
-    program_.gradient = &score_->gradient;
+    program.score = &score_->list;
+    if (score_->keeping.result_count > 0) program.keeping = &score_->keeping;
+    program.gradient = &score_->gradient;
   }
   if (!call.mask_mod && !call.blocks) return;
   if (!call.blocks && is_window(call)) return;
-  program_.mask = &pair_mask_;
+  program.mask = &pair_mask_;
   const auto depends_on = [&](const Terms& terms) {
     if (terms.entry != 0) pair_mask_.entries = problem_.batch;
     if (terms.head != 0) pair_mask_.heads = problem_.heads;
   };
-  pair_mask_.program = &program_;
+  pair_mask_.program = &program;
   if (mask_ && mask_->is_wide && query_.scalar_type() != at::kDouble) {
     const auto wide = [](const std::optional<at::Tensor>& t) { return t ? std::optional(t->to(at::kDouble)) : t; };
-    mask_program_ = program_;
+    mask_program_ = program;
     for (const auto& [leaf, t] :
          {std::pair(Leaf::row_term, &call.row_terms), std::pair(Leaf::key_term, &call.key_terms),
           std::pair(Leaf::distance_term, &call.distance_terms)}) {
       const int kind = static_cast<int>(leaf) - static_cast<int>(Leaf::row_term);
-      if (mask_->columns[kind] > 0) mask_program_.terms[kind] = terms_of(wide(*t));
+      if (mask_->columns[kind] > 0) mask_program_->terms[kind] = terms_of(wide(*t));
     }
     for (int t = 0; t < kMostTables; ++t)
-      if (mask_->tables[t] >= 0) mask_program_.tables[t].numbers = terms_of(with_whole_rows(wide(*tables_of(call)[t])));
-    pair_mask_.program = &mask_program_;
+      if (mask_->tables[t]) mask_program_->tables[t].numbers = terms_of(with_whole_rows(wide(call.tables[t])));
+    pair_mask_.program = &*mask_program_;
   }
   if (mask_) {
     pair_mask_.list = &mask_->list;
     for (int t = 0; t < kMostTables; ++t)
-      if (mask_->tables[t] >= 0) depends_on(program_.tables[t].numbers);
+      if (mask_->tables[t]) depends_on(program.tables[t].numbers);
     for (int i = 0; i < mask_->list.leaf_count; ++i) {
       const int kind = static_cast<int>(mask_->list.leaves[i].leaf) - static_cast<int>(Leaf::row_term);
-      if (0 <= kind && kind < kTermKinds) depends_on(program_.terms[kind]);
+      if (0 <= kind && kind < kTermKinds) depends_on(program.terms[kind]);
     }
   }
   if (call.blocks) {
@@ -278,7 +278,7 @@ bool ProblemBuilder::is_window(const Call& call) {
     if (leaf.leaf == Leaf::distance_number) column = leaf.column;
     if (leaf.leaf != Leaf::distance_number && (leaf.leaf != Leaf::whole_number || leaf.whole != 0)) return false;
   }
-  const Terms& t = program_.terms[static_cast<int>(Leaf::distance_number) - static_cast<int>(Leaf::row_term)];
+  const Terms& t = program_->terms[static_cast<int>(Leaf::distance_number) - static_cast<int>(Leaf::row_term)];
   if (column < 0 || t.entry != 0 || t.head != 0 || !query_.is_cpu()) return false;
   const int64_t first = 1 - problem_.keys, last = problem_.queries - 1;  // i - j
   const auto is_visible = [&](int64_t distance) {
@@ -296,25 +296,25 @@ bool ProblemBuilder::is_window(const Call& call) {
 
 void ProblemBuilder::add_tangents(const Direction& direction) {
   if (!problem_.program) return;
-  program_.tangent = score_ ? &score_->tangent : nullptr;
-  program_.tangent_gradient = score_ ? &score_->tangent_gradient : nullptr;
+  program_->tangent = score_ ? &score_->tangent : nullptr;
+  program_->tangent_gradient = score_ ? &score_->tangent_gradient : nullptr;
   const auto add = [&](Leaf leaf, const std::optional<at::Tensor>& tensor) {
     static constexpr double kZero = 0;
-    program_.terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] =
+    program_->terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] =
         tensor ? terms_of(tensor) : Terms{&kZero};
   };
   add(Leaf::row_tangent, direction.row_terms);
   add(Leaf::key_tangent, direction.key_terms);
   add(Leaf::distance_tangent, direction.distance_terms);
-  for (int t = 0; t < kMostTables; ++t)
-    program_.tables[t].tangent = terms_of(with_whole_rows(*tables_of(direction)[t]));
+  for (size_t t = 0; t < direction.tables.size(); ++t)
+    program_->tables[t].tangent = terms_of(with_whole_rows(direction.tables[t]));
 }
 
 void ProblemBuilder::check_indices() const {
   const auto [pair, index, size] = wrong_index_;
   if (pair < 0) return;
-  TORCH_CHECK(false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_.keys,
-              " and key ", pair % program_.keys,
+  TORCH_CHECK(false, shape_.op, ": a captured tensor is indexed out of its range for query ", pair / program_->keys,
+              " and key ", pair % program_->keys,
               index == std::numeric_limits<int32_t>::max() ? "" : c10::str(", by index ", index, " of ", size),
               "; clamp the index, and hide the pair by a mask_mod");
 }
@@ -338,12 +338,12 @@ Terms ProblemBuilder::terms_of(const std::optional<at::Tensor>& tensor) {
 
 ProblemBuilder::GradientOfTerms ProblemBuilder::gradient_of_terms(Leaf leaf) const {
   const bool of_distances = leaf == Leaf::distance_term;
-  const int64_t columns = program_.columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
-  const int64_t rows = of_distances             ? program_.queries + program_.keys - 1
-                       : leaf == Leaf::row_term ? program_.queries
-                                                : program_.keys;
+  const int64_t columns = program_->columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+  const int64_t rows = of_distances             ? program_->queries + program_->keys - 1
+                       : leaf == Leaf::row_term ? program_->queries
+                                                : program_->keys;
   std::vector<int64_t> sizes(batch_size_.begin(), batch_size_.end());
-  for (const int64_t size : {program_.heads, of_distances ? columns : rows, of_distances ? rows : columns})
+  for (const int64_t size : {program_->heads, of_distances ? columns : rows, of_distances ? rows : columns})
     sizes.push_back(size);
   const at::Tensor written = at::zeros(sizes, compute_options(query_));
   return {written, of_distances ? written.transpose(-1, -2) : written};
@@ -368,7 +368,9 @@ std::pair<at::Tensor, Terms> ProblemBuilder::gradient_of_table(const Table& tabl
   const auto leading = shape.sizes().slice(0, shape.dim() - 3);
   const bool is_shared = std::ranges::all_of(leading, [](int64_t size) { return size == 1; });
   const int64_t heads = shape.size(-3);
-  const int64_t rows = table.of == TableOf::queries ? program_.queries : table.of == TableOf::keys ? program_.keys : 1;
+  const int64_t rows = table.of == TableOf::queries ? program_->queries
+                       : table.of == TableOf::keys  ? program_->keys
+                                                    : 1;
   std::vector<int64_t> sizes(batch_size_.size(), 1);
   if (!is_shared) std::ranges::copy(batch_size_, sizes.begin());
   for (const int64_t size : {heads, rows, table.size}) sizes.push_back(size);

@@ -73,7 +73,7 @@ class ProblemBuilder {
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
   c10::SmallVector<at::Tensor, 4> contiguous_;
-  PairProgram program_, mask_program_;  // the second of a wide mask_mod (PairMask::program)
+  std::optional<PairProgram> program_, mask_program_;  // the second of a wide mask_mod (PairMask::program)
   PairMask pair_mask_;
   int64_t wrong_index_[3] = {-1, 0, 0};
   std::shared_ptr<const Compiled> score_, mask_;

@@ -316,12 +316,12 @@ class Reader {
     constexpr const char* kTables[] = {"table", "row_table", "key_table"};
     if (const auto found = std::ranges::find(kTables, name); found != std::end(kTables)) {
       const auto table = static_cast<int>(integer(words, 0, kMostTables - 1));
-      const auto of = static_cast<int8_t>(found - kTables);
+      const auto of = static_cast<TableOf>(found - kTables);
       std::string word;
       words >> word;
       const int index = operand(values, word);
       check(type == 'f' && g[index].type == 'i', "its operand is a whole number, and it is a number");
-      check(compiled.tables[table] < 0 || compiled.tables[table] == of, "table ", table, " was read as another kind");
+      check(compiled.tables[table].value_or(of) == of, "table ", table, " was read as another kind");
       compiled.tables[table] = of;
       return g.lookup(Op::lookup, index, table);
     }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "core/program.h"
@@ -27,9 +28,9 @@ class Compiled {
   List gradient{};
   List tangent{};
   List tangent_gradient{};
-  int columns[kTermKinds] = {};                   // the least number of columns of each tensor of leaves
-  int8_t tables[kMostTables] = {-1, -1, -1, -1};  // the TableOf of each table; -1: not read
-  bool is_wide = false;                           // whether whole numbers need 64 bits
+  int columns[kTermKinds] = {};                // the least number of columns of each tensor of leaves
+  std::optional<TableOf> tables[kMostTables];  // of the tables that are read
+  bool is_wide = false;                        // whether whole numbers need 64 bits
 };
 
 // Reads the string of argument `name`, "score_mod" or "mask_mod". Throws c10::Error if the string is not valid. The

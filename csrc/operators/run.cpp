@@ -42,7 +42,10 @@ void zero(const T& results) {
 Gradients empty_gradients(const Call& call, Wanted wanted) {
   Gradients grads;
   const auto allocate = [&](size_t i, Tensor& grad, const std::optional<Tensor>& input) {
-    if (wanted[i]) grad = at::empty_like(*input);
+    if (wanted[i])
+      grad = at::empty_like(*input);
+    else if (i >= Inputs::kCount - 1)
+      grad = at::empty({0}, call.query.options());
   };
   for_each_input(allocate, grads, call);
   return grads;
@@ -98,7 +101,7 @@ class RoomForGradients {
 void sum_to_inputs(const Gradients& grads, const Gradients& written) {
   const auto sum = [](size_t i, const Tensor& grad, const Tensor& found) {
     TORCH_INTERNAL_ASSERT(found.defined() || !grad.defined(), "attn: no kernel writes the gradient of ",
-                          Inputs::about(i).name);
+                          Inputs::name(i));
     if (!grad.is_same(found)) grad.copy_(at::sum_to(found, grad.sizes()));
   };
   for_each_input(sum, grads, written);
@@ -194,10 +197,11 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
   of_terms(Leaf::row_term, grads.row_terms, written.row_terms, grad_terms.rows);
   of_terms(Leaf::key_term, grads.key_terms, written.key_terms, grad_terms.keys);
   of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, grad_terms.distances);
-  for (int t = 0; t < kMostTables; ++t) {
-    const Tensor& grad = *tables_of(grads)[t];
-    if (!grad.defined()) continue;
-    std::tie(*tables_of(written)[t], grad_terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
+  written.tables = grads.tables;
+  for (size_t t = 0; t < grads.tables.size(); ++t) {
+    const Tensor& grad = grads.tables[t];
+    if (!wanted[Inputs::kCount - 1 + t]) continue;
+    std::tie(written.tables[t], grad_terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
     grad_terms.has_tables = true;
     p.grad_terms = &grad_terms;
   }

@@ -13,6 +13,7 @@ namespace {
 
 std::string type_of(const at::Tensor&) { return "Tensor"; }
 std::string type_of(const std::optional<at::Tensor>&) { return "Tensor?"; }
+std::string type_of(const OptionalTensors&) { return "Tensor?[]"; }
 std::string type_of(const std::optional<double>&) { return "float?"; }
 std::string type_of(const std::optional<std::string>&) { return "str?"; }
 std::string type_of(double) { return "float"; }
@@ -40,18 +41,19 @@ std::string arguments(std::string_view first_keyword = "scale", const char* Abou
     if (i > 0) text += ", ";
     if (about.name == first_keyword) text += "*, ";
     text += type_of(value) + " " + about.*name;
-    if constexpr (!std::is_same_v<T, at::Tensor>)
+    if constexpr (!std::is_same_v<T, at::Tensor> && !std::is_same_v<T, OptionalTensors>)
       if (with_defaults) text += "=" + text_of(value);
   };
   for_each_of(add, Some::fields(by_default));
   return text;
 }
 
-// A tensor for each of the arguments that may have derivatives.
+// A tensor for each of the arguments that may have derivatives, and a list for the last, which is a list.
 std::string of_inputs(const char* type, const char* prefix = nullptr) {
   std::string text;
   for (size_t i = 0; i < Inputs::kCount; ++i) {
     text += i > 0 ? std::string(", ") + type : type;
+    if (i == Inputs::kCount - 1) text += "[]";
     if (prefix) text += std::string(" ") + prefix + Inputs::about(i).name;
   }
   return text;
@@ -62,7 +64,16 @@ std::string of_inputs(const char* type, const char* prefix = nullptr) {
 TORCH_LIBRARY(attn, m) {
   const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
-  const auto define = [&](const std::string& schema, const std::vector<at::Tag>& tags) { m.def(schema.c_str(), tags); };
+  const auto define = [&](const std::string& text, const std::vector<at::Tag>& tags) {
+    c10::FunctionSchema schema = torch::schema(text.c_str());
+    std::vector<c10::Argument> arguments = schema.arguments();
+    for (c10::Argument& a : arguments)  // torch parses no default of a list of tensors
+      if (a.name() == "tables")
+        a = c10::Argument(a.name(), a.type(), a.N(), to_passed(OptionalTensors()), a.kwarg_only());
+    schema = schema.cloneWithArguments(std::move(arguments));
+    schema.setAliasAnalysis(c10::AliasAnalysisKind::FROM_SCHEMA);
+    m.def(std::move(schema), tags);
+  };
   const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), unpacked = arguments<Unpacked>();
   const std::string rows = "Tensor logsumexp, Tensor max_score";
 
@@ -77,7 +88,7 @@ TORCH_LIBRARY(attn, m) {
   define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
              arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
-  // Attention with a score_mod, a mask_mod or both, given as strings (program.h).
+  // Attention with a score_mod, a mask_mod or both, given as strings (program.h). "table 5" in a string is tables[5].
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   // Attention that also returns its matrices of weights and scores (formulas.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
@@ -106,16 +117,17 @@ TORCH_LIBRARY(attn, m) {
   const std::string grads = "Tensor grad_output, Tensor? grad_logsumexp";
   const std::string directions = of_inputs("Tensor?", "tangent_");
   const std::string tangents = "Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual";
-  const std::string wanted = c10::str("bool[", Inputs::kCount, "] grad_input_mask");
+  const std::string wanted = c10::str("bool[", std::tuple_size_v<Wanted>, "] grad_input_mask");
   define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" + saved +
              ", Tensor row_logsumexp, Tensor max_score)",
          random);
-  // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined if grad_input_mask does not ask for it.
+  // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined, or of a table empty, [0], if grad_input_mask
+  // does not ask for it.
   define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
          plain);
-  // J t for a direction t. tangent_residual is the exact tangent of the output minus tangent_output, which is rounded.
-  // tangent_logsumexp has two numbers per row, [*, H, L, 2]. Their sum is the derivative of the row's logsumexp along
-  // t.
+  // J t for a direction t. tangent_tables ends with one more element, None (operator.h). tangent_residual is the exact
+  // tangent of the output minus tangent_output, which is rounded. tangent_logsumexp has two numbers per row, [*, H, L,
+  // 2]. Their sum is the derivative of the row's logsumexp along t.
   define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse is J'du + H, and reverse over forward is (J'u, H). The Hessian is symmetric, so the same H serves all

@@ -185,14 +185,10 @@ void check_program(const Shape& shape, const Call& call) {
   refuse(call.attn_mask && !call.score_mod, "attn_mask",
          "give it as a score_mod: score + attn_mask[b, h, q_idx, kv_idx]");
   const Call by_default;
-  const auto refuse_term = [&]<class T>(size_t i, const T& given, const T& usual) {
+  const auto refuse_term = [&](size_t i, const auto& given, const auto& usual) {
     const About& about = BeyondBuiltin::about(i);
-    bool is_given = false;
-    if constexpr (std::is_same_v<T, std::optional<Tensor>>)
-      is_given = given.has_value();
-    else
-      is_given = !(given == usual);
-    if (about.in_score_mod) refuse(is_given, about.name, c10::str("say it in the function: ", about.in_score_mod));
+    if (about.in_score_mod)
+      refuse(!is_default(given, usual), about.name, c10::str("say it in the function: ", about.in_score_mod));
   };
   for_each_of(refuse_term, BeyondBuiltin::fields(call), BeyondBuiltin::fields(by_default));
   refuse(call.is_packed(), "cu_seq_q", "packed sequences take no function of the pair");
@@ -201,7 +197,7 @@ void check_program(const Shape& shape, const Call& call) {
   TORCH_CHECK(shape.dims >= 3, shape.op, ": query has shape ", call.query.sym_sizes(), "; it must have heads");
   int columns[kTermKinds] = {};
   bool reads_pairs = false;
-  int8_t tables[kMostTables] = {-1, -1, -1, -1};
+  std::optional<TableOf> tables[kMostTables];
   for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
     if (!*text) continue;
     const auto compiled = compile(shape.op, name, **text);
@@ -210,10 +206,12 @@ void check_program(const Shape& shape, const Call& call) {
                 "dtype ", call.query.scalar_type());
     for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
     for (int t = 0; t < kMostTables; ++t) {
-      const int8_t of = compiled->tables[t];
-      TORCH_CHECK(tables[t] < 0 || of < 0 || tables[t] == of, shape.op, ": score_mod and mask_mod read table_", t,
-                  " as different kinds");
-      tables[t] = std::max(tables[t], of);
+      const auto& of = compiled->tables[t];
+      TORCH_CHECK(!tables[t] || !of || tables[t] == of, shape.op, ": score_mod and mask_mod read tables[", t,
+                  "] as different kinds");
+      if (of) tables[t] = of;
+      TORCH_CHECK(!of || t < static_cast<int>(call.tables.size()), shape.op, ": tables has ", call.tables.size(),
+                  " tensors; the program reads tables[", t, "]");
     }
     reads_pairs |= compiled->list.reads_pairs;
   }
@@ -246,10 +244,10 @@ void check_program(const Shape& shape, const Call& call) {
   check_terms("row_numbers", call.row_numbers, Leaf::row_number, shape.queries);
   check_terms("key_numbers", call.key_numbers, Leaf::key_number, shape.keys);
   check_terms("distance_numbers", call.distance_numbers, Leaf::distance_number, distances);
-  for (int t = 0; t < kMostTables; ++t) {
-    const SymInt rows[] = {1, 1, shape.queries, shape.keys};
-    check(c10::str("table_", t).c_str(), *tables_of(call)[t], tables[t] >= 0, shape.heads, rows[tables[t] + 1],
-          compute_dtype(call.query));
+  for (size_t t = 0; t < call.tables.size(); ++t) {
+    const SymInt rows[] = {1, shape.queries, shape.keys};
+    check(c10::str("tables[", t, "]").c_str(), call.tables[t], tables[t].has_value(), shape.heads,
+          rows[static_cast<int>(tables[t].value_or(TableOf::all))], compute_dtype(call.query));
   }
   if (!call.blocks) return;
   const auto [rows, keys] = call.block_size;
@@ -454,6 +452,8 @@ Shape validate(const char* op, const Call& call) {
       if (Inputs::about(i).kind == Kind::heads) check_per_head(shape, Inputs::about(i).name, t, query);
   };
   for_each_input(check_if_per_head, call);
+  TORCH_CHECK(call.tables.size() <= kMostTables, op, ": tables has ", call.tables.size(),
+              " tensors; it must have at most ", kMostTables);
   if (call.has_program()) check_program(shape, call);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
   check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
@@ -525,11 +525,13 @@ void ValidatedCall::check(const Saved& s) const {
 }
 
 void ValidatedCall::check(const Direction& d) const {
+  TORCH_CHECK(d.tables.size() == call.tables.size(), shape.op, ": tangent_tables has ", d.tables.size(),
+              " elements but tables has ", call.tables.size(), "; they must be as many, before a last None");
   const auto like_input = [&](size_t i, const std::optional<Tensor>& t, const std::optional<Tensor>& input) {
     if (!t) return;
-    const std::string name = std::string("tangent_") + Inputs::about(i).name;
-    TORCH_CHECK(input && input->is_floating_point(), shape.op, ": ", name, " is given but ", Inputs::about(i).name,
-                " is ", input ? "boolean" : "absent", "; only a floating tensor has a tangent");
+    const std::string input_name = Inputs::name(i), name = "tangent_" + input_name;
+    TORCH_CHECK(input && input->is_floating_point(), shape.op, ": ", name, " is given but ", input_name, " is ",
+                input ? "boolean" : "absent", "; only a floating tensor has a tangent");
     check_exact(name.c_str(), *t, input->sym_sizes(), input->scalar_type());
   };
   for_each_input(like_input, d, call);
@@ -544,9 +546,10 @@ void ValidatedCall::check(const TangentResults& t) const {
 void ValidatedCall::check(Wanted w) const {
   const auto check = [&](size_t i, const std::optional<Tensor>& input) {
     TORCH_CHECK(!w[i] || (input && input->is_floating_point()), shape.op, ": grad_input_mask asks for the gradient of ",
-                Inputs::about(i).name, ", which is ", input ? "boolean" : "absent", "; only a floating tensor has one");
+                Inputs::name(i), ", which is ", input ? "boolean" : "absent", "; only a floating tensor has one");
   };
   for_each_input(check, call);
+  for (size_t i = Inputs::kCount - 1 + call.tables.size(); i < w.size(); ++i) check(i, std::nullopt);
 }
 
 at::ScalarType compute_dtype(const Tensor& query) {

@@ -5,6 +5,8 @@
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/functorch/PlumbingHelper.h>
 #include <torch/library.h>
+// After functorch's headers, whose calls of functions with the same names would be ambiguous.
+#include <ATen/LegacyBatchedTensorImpl.h>
 
 #include <limits>
 
@@ -30,7 +32,7 @@ class Batch {
       TORCH_CHECK(Tensors::about(i).kind < Kind::starts || !is_mapped(t), op, ": ", Tensors::about(i).name,
                   " is mapped by vmap; all samples must have the same, as they are computed at once");
     };
-    for_each_of(check, tensors_of(call));
+    for_each_tensor(check, tensors_of(call));
   }
 
   RandomnessType randomness() const { return layer_.randomness(); }
@@ -66,7 +68,7 @@ class Batch {
   // The same for all tensors of a struct. In a call, expanded() expands the inputs only, never tensors of integers.
   template <Struct T>
   T physical(T x) const {
-    for_each_of([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
+    for_each_tensor([&](size_t i, auto& t) { t = physical(t, less_of<T>(i)); }, tensors_of(x));
     return x;
   }
   template <Struct T>
@@ -84,7 +86,7 @@ class Batch {
   }
   template <Struct T>
   bool is_mapped(const T& x) const {
-    return std::apply([&](const auto&... t) { return (is_mapped(t) || ...); }, tensors_of(x));
+    return any_of([&](const auto& t) { return is_mapped(t); }, tensors_of(x));
   }
 
   // Turns a physical result into a tensor of the innermost vmap. The mapped function sees `dims` dimensions of this
@@ -108,7 +110,7 @@ class Batch {
   Gradients logical(const Gradients& grads, const Call& call) const {
     Gradients results;
     const auto map = [&](size_t, Tensor& result, const Tensor& grad, const std::optional<Tensor>& input) {
-      if (grad.defined()) result = logical(grad, input->dim());
+      if (grad.defined()) result = input ? logical(grad, input->dim()) : grad;
     };
     for_each_input(map, results, grads, call);
     return results;
@@ -233,7 +235,52 @@ Statistics stats_vmap(const Call& scores) {
   return batch.logical(results, batch.sample.dims - 1);  // [..., head, L or S]
 }
 
+// The vmap of torch.autograd.grad(is_grads_batched=True) is an older one, which calls an operator once for each sample.
+// Its own code for that would overlook the tensors of a list.
+template <class Op>
+constexpr auto of_each_sample = [](auto... arguments) {
+  int64_t level = 0, size = 0;
+  const auto find = [&](size_t, const std::optional<Tensor>& t) {
+    const auto* const batched = t ? at::maybeGetBatchedImpl(*t) : nullptr;
+    if (!batched || batched->bdims().back().level() < level) return;
+    level = batched->bdims().back().level();
+    size = batched->value().size(batched->bdims().back().dim());
+  };
+  const auto visit = [](const auto& f, auto& argument) {
+    if constexpr (Struct<decltype(argument)>) for_each_tensor(f, tensors_of(argument));
+  };
+  (visit(find, arguments), ...);
+  const auto sample = [&](auto argument, int64_t n) {
+    const auto select = [&](size_t, auto& t) {
+      if (std::optional<Tensor> x = t; x && at::isBatchedTensor(*x))
+        t = at::_remove_batch_dim(*x, level, size, 0).select(0, n);
+    };
+    visit(select, argument);
+    return argument;
+  };
+  auto results = Op::call(sample(arguments, 0)...);
+  std::vector<std::vector<Tensor>> of_results;
+  for_each_tensor([&](size_t, Tensor& t) { of_results.push_back({t}); }, fields_of(results));
+  for (int64_t n = 1; n < size; ++n) {
+    const auto more = Op::call(sample(arguments, n)...);
+    for_each_tensor([&](size_t i, const Tensor& t) { of_results[i].push_back(t); }, fields_of(more));
+  }
+  const auto merge = [&](size_t i, Tensor& t) {
+    if (t.defined()) t = at::_add_batch_dim(at::stack(of_results[i]), 0, level);
+  };
+  for_each_tensor(merge, fields_of(results));
+  return results;
+};
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(attn, Batched, m) {
+  m.impl("flex_attention", FlexOp::kernel<of_each_sample<FlexOp>>);
+  m.impl("_sdpa_forward", ForwardOp::kernel<of_each_sample<ForwardOp>>);
+  m.impl("_sdpa_backward", BackwardOp::kernel<of_each_sample<BackwardOp>>);
+  m.impl("_sdpa_tangent", TangentOp::kernel<of_each_sample<TangentOp>>);
+  m.impl("_sdpa_second", SecondOp::kernel<of_each_sample<SecondOp>>);
+}
 
 TORCH_LIBRARY_IMPL(attn, FuncTorchBatched, m) {
   m.impl("sdpa", SdpaOp::kernel<attend_vmap<SdpaOp>>);

@@ -47,8 +47,8 @@ def assert_like(results: Sequence[Tensor], expected: Sequence[Tensor], device: s
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, device: str) -> None:
     """Checks the shapes of all derivatives, of and along all inputs."""
     ops, x = torch.ops.attn, (query, key, value, attn_mask)
-    rest = len(ops._sdpa_backward.default._schema.returns) - 4
-    wanted = [True] * 4 + [False] * rest
+    rest = len(ops._sdpa_backward.default._schema.returns) - 5
+    wanted = [True] * 4 + [False] * (ops._sdpa_backward.default._schema.arguments[-1].N - 4)
     output = query.new_empty(2, 3, 5, 32)
     assert_like([torch_attn.sdpa(*x)], [output], device)
     of_rows = query.new_empty(2, 3, 5, dtype=torch.float32)
@@ -56,7 +56,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     statistics = torch_attn.sdpa_stats(query, key, attn_mask)
     assert_like(statistics, [of_rows, of_rows, of_rows, of_keys], device)
     saved = ops._sdpa_forward(*x)[:4]
-    along = (*x, *[None] * rest)
+    along = (*x, *[None] * rest, [None])
     assert_like(saved[:1], [output], device)
     assert_like(ops._sdpa_backward(output, None, *saved, *x, grad_input_mask=wanted)[:4], x, device)
     tangents = ops._sdpa_tangent(*saved, *along, *x)

@@ -281,9 +281,10 @@ class _Sharded:
             found = self.op(**x)
         named = dict(zip(names, found, strict=False))
         results = tuple(self._result(n, named[n]) for n in wanted or names)
-        # The schema ends with the gradients of the tensors that a score_mod or a mask_mod reads. A
-        # call with DTensors has no such function, so these gradients are None.
-        return results + (None,) * (0 if wanted else len(self.op._schema.returns) - len(names))
+        # The schema ends with the gradients of tensors that a score_mod or a mask_mod reads; the
+        # last one is a list. A call with DTensors has no such function.
+        rest = 0 if wanted else len(self.op._schema.returns) - len(names)
+        return results + ((None,) * (rest - 1) + ([],) if rest else ())
 
     def _result(self, name: str, local: Tensor | None) -> Any:
         """Makes the DTensor of a result.

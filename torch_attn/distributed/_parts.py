@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_attn._programs import MOST_TABLES
 from torch_attn.distributed._exchange import Ring, waiting
 from torch_attn.distributed._layout import Call, Layout, Part
 
@@ -45,11 +46,11 @@ def wide(tensor: Any) -> Any:
 
 
 def _of_inputs(*some: Any, rest: Any) -> list[Any]:
-    """Returns a list with an entry for each input of the operators that may have a derivative.
+    """Returns a list with an entry for each tensor, but tables, that may have a derivative.
 
     The first entries are `some`. Every entry after them is `rest`.
     """
-    number = len(torch.ops.attn._sdpa_second.default._schema.returns)
+    number = len(torch.ops.attn._sdpa_second.default._schema.returns) - 1
     return [*some, *[rest] * (number - len(some))]
 
 
@@ -208,13 +209,14 @@ def gradients(
                 options = {"key_lengths": torch.ones_like(call.query_offset), **options}
             q, u, output, pair = _of(part, (query, grad_output, *saved[:2]))
             of_rows = None if grad_logsumexp is None else grad_logsumexp[..., part.rows]
+            inputs_wanted = _of_inputs(wanted[0], True, True, of_keys, wanted[4], rest=False)
             found = torch.ops.attn._sdpa_backward(
                 *(u, of_rows),
                 *(output, pair, pair.new_empty(0, dtype=torch.int64), output.new_empty(0)),
                 *(q, k, v, columns),
                 **options,
                 alibi_slopes=slopes,
-                grad_input_mask=_of_inputs(wanted[0], True, True, of_keys, wanted[4], rest=False),
+                grad_input_mask=[*inputs_wanted, *[False] * MOST_TABLES],
             )
             if of_query is not None:
                 of_query[..., part.rows, :] += found[0]
@@ -275,6 +277,7 @@ def tangents(call: Call, inputs: Inputs, saved: Saved, directions: Inputs) -> tu
                     *(_mask(part, of_mask), of_slopes),
                     rest=None,
                 ),
+                [None],
                 *own,
                 **options,
             )
