@@ -318,4 +318,5 @@ def test_every_row_of_the_table_is_written_by_a_rule() -> None:
                 types[place] = type_
                 if all(x.startswith("%") for x in of):
                     written.add((operation, f"{''.join(types[x] for x in of)}>{type_}"))
-    assert rows - written == set()
+    # The grammar rounds no number to float32, because PyTorch would round its gradient, too.
+    assert rows - written == {("float32", "f>f")}
