@@ -651,7 +651,7 @@ def test_checkpoint_and_data_parallel() -> None:
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown operation": ({"score_mod": lambda s, b, h, i, j: s.cos()}, "cos"),
+    "unknown operation": ({"score_mod": lambda s, b, h, i, j: s.erfinv()}, "erfinv"),
     "control flow": ({"score_mod": lambda s, b, h, i, j: s if i > j else -s}, "torch.where"),
     "no boolean": ({"block_mask": lambda b, h, i, j: i - j}, "mask_mod returned torch.int64"),
     "no function": ({"block_mask": 3}, "block_mask is a int"),

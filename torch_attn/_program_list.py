@@ -143,6 +143,9 @@ def _limits_of(name: str, of: list[Limits]) -> Limits | None:
         return min(a, c), max(b, d)
     if name == "remainder":
         return min(c + 1, 0), max(d - 1, 0)
+    if name == "fmod":
+        rest = max(abs(c), abs(d), 1) - 1
+        return max(min(a, 0), -rest), min(max(b, 0), rest)
     if name == "floor_divide":
         divisors = [n for n in (c, d, -1, 1) if n and c <= n <= d]
         quotients = [x // n for x in (a, b) for n in divisors]
@@ -151,6 +154,11 @@ def _limits_of(name: str, of: list[Limits]) -> Limits | None:
         return min(quotients), max(quotients)
     if not all(type(x) is int for limits in of for x in limits):
         return None  # symbolic numbers have no bits
+    if name in ("shift_left", "shift_right"):
+        # A negative number, or more bits than there are, shifts all bits out.
+        counts = [min(max(n, 0), 64) for n in (c, d)]
+        shifted = [x << n if name == "shift_left" else x >> n for x in (a, b) for n in counts]
+        return min(*shifted, -(a < 0)), max(*shifted, 0)
     if name == "not":
         return ~b, ~a
     if name == "and" and max(a, c) >= 0:
@@ -337,6 +345,10 @@ class List:
             self.wide.add(value.node)
         return value
 
+    def of(self, name: str, *operands: Any, **named: Any) -> Value:
+        """Adds the operations of PyTorch's function `name`."""
+        return RULES[name](self, *operands, **named)
+
     def narrowed(self, x: Value) -> Value:
         """Converts whole numbers to x.dtype, an integer dtype, as PyTorch does, by wrapping."""
         of = torch.iinfo(x.dtype)
@@ -410,7 +422,7 @@ def _simple(name: str, of_booleans: str = "", floating: bool = False) -> Callabl
 
     With `floating`, a Python float takes part in the promotion, so the dtype is floating.
     """
-    bitwise = name in ("and", "or", "xor", "not")
+    bitwise = name in ("and", "or", "xor", "not", "shift_left", "shift_right")
 
     def rule(
         ops: List, *operands: Any, input: Any = None, other: Any = None, alpha: Any = 1
@@ -448,14 +460,26 @@ def _logical(name: str) -> Callable[..., Value]:
 
 def _div(ops: List, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     if rounding_mode == "floor":
-        return RULES["floor_divide"](ops, input, other)
-    if rounding_mode:
-        raise NotImplementedError(f"div with rounding_mode={rounding_mode!r}; use // or floor")
-    return _simple("div", floating=True)(ops, input, other)
+        return ops.of("floor_divide", input, other)
+    if rounding_mode == "trunc" and not promoted(input, other).is_floating_point:
+        return ops.of("floor_divide", ops.of("sub", input, ops.of("fmod", input, other)), other)
+    quotient = _simple("div", floating=True)(ops, input, other)
+    return ops.of("trunc", quotient) if rounding_mode else quotient
 
 
-def _floor(ops: List, input: Value) -> Value:
-    return _simple("floor")(ops, input) if letter(input.dtype) == "f" else input
+def _rounds(name: str) -> Callable[..., Value]:
+    """Makes a rule that rounds to a whole number, or to some decimals."""
+
+    def rule(ops: List, input: Value, *, decimals: int = 0) -> Value:
+        if letter(input.dtype) != "f":
+            return input
+        if decimals:
+            scale, inverse = ("mul", "div") if decimals > 0 else ("div", "mul")
+            scaled = ops.of(scale, input, 10.0 ** abs(decimals))
+            return ops.of(inverse, ops.of(name, scaled), 10.0 ** abs(decimals))
+        return _simple(name)(ops, input)
+
+    return rule
 
 
 def _square(ops: List, input: Value) -> Value:
@@ -467,14 +491,29 @@ def _square(ops: List, input: Value) -> Value:
 
 def _pow(ops: List, input: Any, exponent: Any) -> Value:
     if type(input) in (int, float) and input == 2 and letter(exponent.dtype) == "f":
-        return RULES["exp2"](ops, exponent)
+        return ops.of("exp2", exponent)
     if type(exponent) is float and input.type != "f":
         input = _converted(ops, input, torch.get_default_dtype())
-    names = {2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
-    name = names.get(exponent) if type(exponent) in (int, float) else None
-    if name is None or (name != "square" and letter(input.dtype) != "f"):
-        raise NotImplementedError("pow but x ** 2, 0.5, -0.5, -1, and 2 ** x for a floating x")
-    return RULES[name](ops, input)
+    if promoted(input, exponent).is_floating_point:
+        names = {1: "clone", 2: "square", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+        if type(exponent) is not Value and exponent in names:
+            return ops.of(names[exponent], input)
+        if type(exponent) is not Value and exponent == 3:
+            return ops.of("mul", _square(ops, input), input)
+        return _simple("pow")(ops, input, exponent)
+    if type(exponent) is not int or exponent < 1:
+        raise NotImplementedError("pow of whole numbers but x ** n, where n is a positive constant")
+    if exponent == 2:
+        return _square(ops, input)
+    root = input if exponent == 1 else _pow(ops, _square(ops, input), exponent // 2)
+    return ops.of("mul", root, input) if exponent % 2 and exponent > 1 else root
+
+
+def _sign(ops: List, input: Value) -> Value:
+    if letter(input.dtype) != "f":
+        return ops.of("clamp", input, -1, 1)
+    is_negative, is_positive = ops.of("lt", input, 0), ops.of("gt", input, 0)
+    return _where(ops, is_positive, 1, _where(ops, is_negative, -1, 0, input.dtype), input.dtype)
 
 
 def _clamp(ops: List, input: Any, min: Any = None, max: Any = None) -> Value:
@@ -502,7 +541,89 @@ def _where(ops: List, condition: Any, input: Any, other: Any, dtype: Any = None)
 
 def _relu(ops: List, input: Value, inplace: bool = False) -> Value:
     # PyTorch's gradient of relu at 0 is 0. The gradient of maximum would be 1/2. A NaN stays.
-    return _where(ops, RULES["le"](ops, input, 0), 0, input)
+    return _where(ops, ops.of("le", input, 0), 0, input)
+
+
+def _hardtanh(
+    ops: List, input: Value, min_val: float = -1, max_val: float = 1, inplace: bool = False
+) -> Value:
+    # The gradient at a bound is 0, and that of clamp would be 1.
+    below = _where(ops, ops.of("ge", input, max_val), max_val, input)
+    return _where(ops, ops.of("le", input, min_val), min_val, below)
+
+
+def _gelu(ops: List, input: Value, approximate: str = "none") -> Value:
+    # 1 + erf and 1 + tanh would round to 0 where the input is far below 0.
+    if approximate == "none":
+        half = ops.of("mul", input, 0.5)
+        return ops.of("mul", half, ops.of("erfc", ops.of("mul", input, -math.sqrt(0.5))))
+    cube = ops.of("mul", ops.of("square", input), ops.of("mul", input, 0.044715))
+    inner = ops.of("mul", ops.of("add", input, cube), math.sqrt(8 / math.pi))
+    return ops.of("mul", input, ops.of("sigmoid", inner))
+
+
+def _leaky_relu(
+    ops: List, input: Value, negative_slope: float = 0.01, inplace: bool = False
+) -> Value:
+    return _where(ops, ops.of("gt", input, 0), input, ops.of("mul", input, negative_slope))
+
+
+def _elu(
+    ops: List, input: Value, alpha: float = 1, inplace: bool = False, *, scale: float = 1
+) -> Value:
+    below = ops.of("mul", ops.of("expm1", input), alpha * scale)
+    above = input if scale == 1 else ops.of("mul", input, scale)
+    return _where(ops, ops.of("gt", input, 0), above, below)
+
+
+def _celu(ops: List, input: Value, alpha: float = 1, inplace: bool = False) -> Value:
+    below = ops.of("mul", ops.of("expm1", ops.of("div", input, alpha)), alpha)
+    return _where(ops, ops.of("gt", input, 0), input, below)
+
+
+def _softplus(ops: List, input: Value, beta: float = 1, threshold: float = 20) -> Value:
+    scaled = input if beta == 1 else ops.of("mul", input, beta)
+    soft = ops.of("log1p", ops.of("exp", scaled))
+    return _where(
+        ops,
+        ops.of("gt", scaled, threshold),
+        input,
+        soft if beta == 1 else ops.of("div", soft, beta),
+    )
+
+
+def _logaddexp(ops: List, input: Any, other: Any) -> Value:
+    # Each case has its own derivatives, so that they are right where both are equal.
+    def above(x: Any, y: Any) -> Value:
+        return ops.of("add", x, ops.of("log1p", ops.of("exp", ops.of("sub", y, x))))
+
+    found = _where(ops, ops.of("lt", input, other), above(other, input), above(input, other))
+    is_infinite = ops.of("logical_and", ops.of("eq", input, other), ops.of("isinf", input))
+    return _where(ops, is_infinite, input, found)
+
+
+def _logsigmoid(ops: List, input: Value) -> Value:
+    # As of logaddexp.
+    above = ops.of("neg", ops.of("log1p", ops.of("exp", ops.of("neg", input))))
+    below = ops.of("sub", input, ops.of("log1p", ops.of("exp", input)))
+    return _where(ops, ops.of("lt", input, 0), below, above)
+
+
+def _lerp(ops: List, input: Any, end: Any, weight: Any) -> Value:
+    difference = ops.of("sub", end, input)
+    near = ops.of("add", input, ops.of("mul", weight, difference))
+    rest = ops.of("sub", 1, weight) if type(weight) is Value else 1 - weight
+    far = ops.of("sub", end, ops.of("mul", difference, rest))
+    if type(weight) is not Value:
+        return near if abs(weight) < 0.5 else far
+    return _where(ops, ops.of("lt", ops.of("abs", weight), 0.5), near, far)
+
+
+def _with(name: str) -> Callable[..., Value]:
+    """Makes the rule of addcmul and addcdiv."""
+    return lambda ops, input, tensor1, tensor2, *, value=1: ops.of(
+        "add", input, ops.of(name, tensor1, tensor2), alpha=value
+    )
 
 
 _DTYPES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -555,7 +676,11 @@ def _converts(dtype: torch.dtype) -> Callable[..., Value]:
 
 _NARROW = torch.uint8, torch.int8, torch.int16
 _HALF = torch.float16, torch.bfloat16
-_FLOATING = "reciprocal sqrt rsqrt exp exp2 log log1p tanh sigmoid"
+_SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+_FLOATING = (
+    "reciprocal sqrt rsqrt exp exp2 expm1 log log1p log2 log10 tanh sigmoid erf erfc sin cos tan "
+    "asin acos atan atan2 sinh cosh asinh acosh atanh"
+)
 _CONVERTS = (
     "float:float32 double:float64 half:float16 bfloat16:bfloat16 long:int64 int:int32 "
     "short:int16 char:int8 byte:uint8 bool:bool"
@@ -570,16 +695,40 @@ RULES: dict[str, Callable[..., Value]] = {
     "abs": _simple("abs"),
     "neg": _simple("neg"),
     "div": _div,
-    "floor": _floor,
-    "floor_divide": _simple("floor_divide"),
-    "remainder": _simple("remainder"),
+    **{name: _rounds(name) for name in ("floor", "ceil", "trunc", "round")},
+    **{name: _simple(name) for name in ("floor_divide", "remainder", "fmod")},
+    "frac": lambda ops, input: ops.of("sub", input, ops.of("trunc", input)),
+    **dict.fromkeys(("sign", "sgn"), _sign),
     "square": _square,
     "pow": _pow,
     **{name: _simple(name, floating=True) for name in _FLOATING.split()},
     **{name: _compare(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"bitwise_{name}": _simple(name, name) for name in ("and", "or", "xor", "not")},
+    **{f"bitwise_{side}_shift": _simple(f"shift_{side}") for side in ("left", "right")},
     **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor", "not")},
+    "isnan": lambda ops, input: ops.of("ne", input, input),
+    "isinf": lambda ops, input: ops.of("eq", ops.of("abs", input), math.inf),
+    "isfinite": lambda ops, input: ops.of("lt", ops.of("abs", input), math.inf),
     "relu": _relu,
+    "relu6": lambda ops, input, inplace=False: _hardtanh(ops, input, 0, 6),
+    "hardtanh": _hardtanh,
+    "gelu": _gelu,
+    "silu": lambda ops, input, inplace=False: ops.of("mul", input, ops.of("sigmoid", input)),
+    "mish": lambda ops, input, inplace=False: ops.of(
+        "mul", input, ops.of("tanh", _softplus(ops, input))
+    ),
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "selu": lambda ops, input, inplace=False: _elu(ops, input, _SELU[0], scale=_SELU[1]),
+    "celu": _celu,
+    "softplus": _softplus,
+    "logsigmoid": _logsigmoid,
+    "softsign": lambda ops, input: ops.of("div", input, ops.of("add", ops.of("abs", input), 1)),
+    "tanhshrink": lambda ops, input: ops.of("sub", input, ops.of("tanh", input)),
+    "logaddexp": _logaddexp,
+    "lerp": _lerp,
+    "addcmul": _with("mul"),
+    "addcdiv": _with("div"),
     "where": _where,
     "clamp": _clamp,
     "clamp_min": _clamp,
@@ -590,7 +739,9 @@ RULES: dict[str, Callable[..., Value]] = {
     **{name: _converts(getattr(torch, dtype)) for name, dtype in CONVERSIONS.items()},
 }
 _ALIASES = (
-    "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp"
+    "subtract:sub multiply:mul divide:div true_divide:div negative:neg absolute:abs clip:clamp "
+    "fix:trunc expit:sigmoid arcsin:asin arccos:acos arctan:atan arctan2:atan2 arcsinh:asinh "
+    "arccosh:acosh arctanh:atanh"
 )
 for _alias in f"{_ALIASES} not_equal:ne less:lt less_equal:le greater:gt greater_equal:ge".split():
     RULES[_alias.partition(":")[0]] = RULES[_alias.partition(":")[2]]

@@ -552,12 +552,7 @@ _SAME = frozenset(("to", "type", "type_as", "contiguous", *CONVERSIONS))
 _COMPARISONS = frozenset(name for name in RULES if RULES[name].__qualname__.startswith("_compare"))
 _HOLDERS = torch.Tensor, torch, torch.nn.functional, torch.special
 # Functions that work on vectors (over rows, keys or distances), but not on values of the pair.
-_OF_VECTORS = (
-    "acos acosh asin asinh atan atan2 atanh bitwise_left_shift bitwise_right_shift ceil copysign "
-    "cos cosh erf erfc erfinv expm1 fmax fmin fmod frac isfinite isinf isnan lgamma log10 log2 "
-    "logaddexp logit nan_to_num positive round sgn sign sin sinc sinh tan trunc xlogy elu gelu "
-    "leaky_relu logsigmoid silu softplus"
-)
+_OF_VECTORS = "copysign erfinv fmax fmin lgamma logit nan_to_num positive sinc xlogy"
 _OPERATORS = (
     "add sub mul truediv:div div floordiv:floor_divide mod:remainder pow neg abs pos:positive "
     "eq ne lt le gt ge and:bitwise_and or:bitwise_or xor:bitwise_xor invert:bitwise_not "

@@ -12,62 +12,18 @@ namespace attn {
 
 enum class Op : uint8_t {
   leaf,
-  // numbers
-  add,
-  sub,
-  mul,
-  div,
-  neg,
-  abs,
-  minimum,
-  maximum,
-  clamp,  // x, least, most
-  sqrt,
-  exp,
-  exp2,
-  log,
-  log1p,
-  tanh,  // z * tanh(x * y); y and z are the same for all pairs
-  floor,
-  floor_divide,  // as PyTorch's, to the bit: from the exact remainder
-  remainder,     // likewise; has the sign of the divisor
-  // rounded to a narrower dtype
-  to_float32,
-  to_float16,
-  to_bfloat16,
-  times,  // x * y, but 0 if x is 0, whatever y is
-  fma,    // x * y + z
-  fms,    // x * y - z
-  fnma,   // z - x * y
-  // whole numbers
-  add_whole,
-  sub_whole,
-  mul_whole,
-  minimum_whole,
-  maximum_whole,
-  floor_divide_whole,  // rounds down; by 0: 0
-  remainder_whole,     // has the sign of the divisor; by 0: 0
-  // bitwise, on whole numbers or booleans
-  bit_and,
-  bit_or,
-  bit_xor,
-  bit_not,
-  // comparisons: the results are booleans
-  eq,
-  ne,
-  lt,
-  le,
-  eq_whole,
-  ne_whole,
-  lt_whole,
-  le_whole,
-  // values of any kind
-  where,
+#define ATTN_OPERATION(op, ...) op,
+#include "core/operations.inl"
   lookup,          // number x of a table, plus y * z
   lookup_tangent,  // likewise, of the table's derivative along a direction
-  float_of,        // a whole number as a number
-  whole_of,        // a number, rounded towards 0, as a whole number
 };
+
+// The number of operands in a signature, such as "ff>f".
+constexpr int operand_count(const char* signature) {
+  int count = 0;
+  while (signature[count] != '>') ++count;
+  return count;
+}
 
 // What a list reads.
 enum class Leaf : uint8_t {

@@ -4,6 +4,7 @@
 
 // These headers are included before the target regions of cpu/isa/*.cpp begin (ATTN_TARGET). Inside a region, the
 // inline code of the headers would be compiled for one instruction set, and the linker might use that copy everywhere.
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -26,59 +27,66 @@ constexpr int kMostOperations = 64, kMostColumns = 16, kMostLines = 512;
 // ---------------------------------------------------------------------------------------------------------------
 // Derivatives
 
-// Returns the partial derivative of value n with respect to its operand number i, or kNone if the derivative is always
+// The table of operations writes derivatives and compositions as expressions.
+namespace expressions {
+
+struct Expression {
+  Graph* graph = nullptr;  // null: a constant, or no value
+  int n = kNone;
+  double constant = std::numeric_limits<double>::quiet_NaN();
+
+  Expression() = default;  // no value
+  Expression(double x) : constant(x) {}
+  Expression(Graph& g, int value) : graph(&g), n(value) {}
+  // The place in the graph, where a constant becomes a leaf of `type`.
+  int in(Graph& g, char type) const {
+    if (graph || std::isnan(constant)) return n;
+    return type == 'f' ? g.number(constant) : g.whole(static_cast<int64_t>(constant));
+  }
+};
+
+// At least one operand is no constant.
+Expression apply(Op op, const char* signature, const Expression& a, const Expression& b, const Expression& c) {
+  Graph& g = *(a.graph ? a.graph : b.graph ? b.graph : c.graph);
+  const int count = operand_count(signature);
+  return {g, g.add(op, a.in(g, signature[0]), count > 1 ? b.in(g, signature[1]) : kNone,
+                   count > 2 ? c.in(g, signature[2]) : kNone, signature[count + 1])};
+}
+#define ATTN_OPERATION(op, name, signatures, ...)                                                           \
+  [[maybe_unused]] Expression op(const Expression& a, const Expression& b = {}, const Expression& c = {}) { \
+    return apply(Op::op, signatures, a, b, c);                                                              \
+  }
+#include "core/operations.inl"
+Expression where_whole(const Expression& a, const Expression& b, const Expression& c) {
+  return apply(Op::where, "bii>i", a, b, c);
+}
+Expression operator+(const Expression& a, const Expression& b) { return add(a, b); }
+Expression operator-(const Expression& a, const Expression& b) { return sub(a, b); }
+Expression operator-(const Expression& a) { return neg(a); }
+Expression operator*(const Expression& a, const Expression& b) { return mul(a, b); }
+Expression operator/(const Expression& a, const Expression& b) { return div(a, b); }
+Expression operator<(const Expression& a, const Expression& b) { return lt(a, b); }
+Expression operator<=(const Expression& a, const Expression& b) { return le(a, b); }
+Expression operator==(const Expression& a, const Expression& b) { return eq(a, b); }
+Expression operator&(const Expression& a, const Expression& b) { return apply(Op::bit_and, "bb>b", a, b, {}); }
+Expression operator|(const Expression& a, const Expression& b) { return apply(Op::bit_or, "bb>b", a, b, {}); }
+
+}  // namespace expressions
+using expressions::Expression;
+
+// Returns the partial derivative of value v with respect to its operand number i, or kNone if the derivative is always
 // 0.
-int partial(Graph& g, int n, int i) {
-  const Graph::Value v = g[n];
-  const auto [a, b, c] = v.from;
-  const auto choose = [&](int condition, int x, int y) { return g.add(Op::where, condition, x, y); };
-  const auto less = [&](int x, int y) { return g.add(Op::lt, x, y, kNone, 'b'); };
-  const auto number = [&](double x) { return g.number(x); };
-  switch (v.op) {
-    case Op::add:
-      return number(1);
-    case Op::sub:
-      return number(i == 0 ? 1 : -1);
-    case Op::mul:
-    case Op::times:
-      return i == 0 ? b : a;
-    case Op::div:
-      return i == 0 ? g.add(Op::div, number(1), b) : g.add(Op::neg, g.add(Op::div, n, b));
-    case Op::neg:
-      return number(-1);
-    case Op::abs:
-      return choose(less(number(0), a), number(1), choose(less(a, number(0)), number(-1), number(0)));
-    case Op::minimum:
-    case Op::maximum: {  // equal operands get half each
-      const int own = i == 0 ? a : b, other = i == 0 ? b : a;
-      const int wins = v.op == Op::minimum ? less(own, other) : less(other, own);
-      return choose(wins, number(1), choose(g.add(Op::eq, a, b, kNone, 'b'), number(0.5), number(0)));
-    }
-    case Op::clamp: {
-      const int below = less(a, b), above = less(c, a);
-      if (i == 0) return choose(g.add(Op::bit_or, below, above, kNone, 'b'), number(0), number(1));
-      if (i == 1) return choose(g.add(Op::bit_and, below, less(b, c), kNone, 'b'), number(1), number(0));
-      return choose(g.add(Op::bit_or, above, less(c, b), kNone, 'b'), number(1), number(0));
-    }
-    case Op::sqrt:
-      return g.add(Op::div, number(0.5), n);
-    case Op::exp:
-      return n;
-    case Op::exp2:
-      return g.add(Op::mul, n, number(0.69314718055994530942));
-    case Op::log:
-      return g.add(Op::div, number(1), a);
-    case Op::log1p:
-      return g.add(Op::div, number(1), g.add(Op::add, number(1), a));
-    case Op::tanh:
-      return g.add(Op::sub, number(1), g.add(Op::mul, n, n));
-    case Op::remainder:
-      return i == 0 ? number(1) : g.add(Op::neg, g.add(Op::floor_divide, a, b));
-    case Op::to_float32:
-    case Op::to_float16:
-    case Op::to_bfloat16:
-      return number(1);
-    default:  // floor, floor_divide, and conversions to and from whole numbers
+int partial(Graph& g, int v, int i) {
+  const auto [first, second, third] = g[v].from;
+  const Expression n(g, v), a(g, first), b(g, second), c(g, third), none;
+  switch (g[v].op) {
+#define ATTN_CHOSEN(x, y, z, ...) i == 0 ? Expression(x) : i == 1 ? Expression(y) : Expression(z)
+#define ATTN_OPERATION(op, name, signatures, value, bounds, ...) \
+  case Op::op:                                                   \
+    return (ATTN_CHOSEN(__VA_ARGS__ __VA_OPT__(, ) none, none, none)).in(g, 'f');
+#include "core/operations.inl"
+#undef ATTN_CHOSEN
+    default:
       return kNone;
   }
 }
@@ -149,61 +157,13 @@ int tangent(Graph& g, int n, std::unordered_map<int, int>& tangents) {
 // Strings
 
 struct Operation {
-  const char* name;
-  char type;
-  const char* operands;
-  Op op;
+  const char *name, *signatures;
+  Op op = Op::leaf;  // a composition
 };
 constexpr Operation kOperations[] = {
-    {"add", 'f', "ff", Op::add},
-    {"sub", 'f', "ff", Op::sub},
-    {"mul", 'f', "ff", Op::mul},
-    {"div", 'f', "ff", Op::div},
-    {"neg", 'f', "f", Op::neg},
-    {"abs", 'f', "f", Op::abs},
-    {"minimum", 'f', "ff", Op::minimum},
-    {"maximum", 'f', "ff", Op::maximum},
-    {"clamp", 'f', "fff", Op::clamp},
-    {"sqrt", 'f', "f", Op::sqrt},
-    {"exp", 'f', "f", Op::exp},
-    {"exp2", 'f', "f", Op::exp2},
-    {"log", 'f', "f", Op::log},
-    {"log1p", 'f', "f", Op::log1p},
-    {"tanh", 'f', "f", Op::tanh},
-    {"floor", 'f', "f", Op::floor},
-    {"floor_divide", 'f', "ff", Op::floor_divide},
-    {"remainder", 'f', "ff", Op::remainder},
-    {"float32", 'f', "f", Op::to_float32},
-    {"float16", 'f', "f", Op::to_float16},
-    {"bfloat16", 'f', "f", Op::to_bfloat16},
-    {"add", 'i', "ii", Op::add_whole},
-    {"sub", 'i', "ii", Op::sub_whole},
-    {"mul", 'i', "ii", Op::mul_whole},
-    {"minimum", 'i', "ii", Op::minimum_whole},
-    {"maximum", 'i', "ii", Op::maximum_whole},
-    {"floor_divide", 'i', "ii", Op::floor_divide_whole},
-    {"remainder", 'i', "ii", Op::remainder_whole},
-    {"and", 'i', "ii", Op::bit_and},
-    {"or", 'i', "ii", Op::bit_or},
-    {"xor", 'i', "ii", Op::bit_xor},
-    {"not", 'i', "i", Op::bit_not},
-    {"and", 'b', "bb", Op::bit_and},
-    {"or", 'b', "bb", Op::bit_or},
-    {"xor", 'b', "bb", Op::bit_xor},
-    {"not", 'b', "b", Op::bit_not},
-    {"eq", 'b', "ff", Op::eq},
-    {"ne", 'b', "ff", Op::ne},
-    {"lt", 'b', "ff", Op::lt},
-    {"le", 'b', "ff", Op::le},
-    {"eq", 'b', "ii", Op::eq_whole},
-    {"ne", 'b', "ii", Op::ne_whole},
-    {"lt", 'b', "ii", Op::lt_whole},
-    {"le", 'b', "ii", Op::le_whole},
-    {"where", 'f', "bff", Op::where},
-    {"where", 'i', "bii", Op::where},
-    {"where", 'b', "bbb", Op::where},
-    {"float", 'f', "i", Op::float_of},
-    {"int", 'i', "f", Op::whole_of},
+#define ATTN_OPERATION(op, name, signatures, ...) {name, signatures, Op::op},
+#define ATTN_COMPOSITION(name, signature, expression) {name, signature},
+#include "core/operations.inl"
 };
 
 class Reader {
@@ -331,31 +291,15 @@ class Reader {
       from[types.size()] = operand(values, word);
       types += g[from[types.size()]].type;
     }
-    const auto [a, b, c] = from;
-    const auto is = [&](const char* other, char result, const char* of) {
-      return name == other && type == result && types == of;
-    };
-    // These operations are composed of other operations.
-    if (is("gt", 'b', "ff") || is("gt", 'b', "ii"))
-      return g.add(types == "ff" ? Op::lt : Op::lt_whole, b, a, kNone, 'b');
-    if (is("ge", 'b', "ff") || is("ge", 'b', "ii"))
-      return g.add(types == "ff" ? Op::le : Op::le_whole, b, a, kNone, 'b');
-    if (is("reciprocal", 'f', "f")) return g.add(Op::div, g.number(1), a);
-    if (is("rsqrt", 'f', "f")) return g.add(Op::div, g.number(1), g.add(Op::sqrt, a));
-    if (is("square", 'f', "f")) return g.add(Op::mul, a, a);
-    if (is("sigmoid", 'f', "f"))
-      return g.add(Op::div, g.number(1), g.add(Op::add, g.number(1), g.add(Op::exp, g.add(Op::neg, a))));
-    if (is("neg", 'i', "i")) return g.add(Op::sub_whole, g.whole(0), a, kNone, 'i');
-    if (is("abs", 'i', "i"))
-      return g.add(Op::maximum_whole, a, g.add(Op::sub_whole, g.whole(0), a, kNone, 'i'), kNone, 'i');
-    if (is("clamp", 'i', "iii"))
-      return g.add(Op::minimum_whole, g.add(Op::maximum_whole, a, b, kNone, 'i'), c, kNone, 'i');
-    if (is("float", 'f', "b")) return g.add(Op::where, a, g.number(1), g.number(0));
-    if (is("int", 'i', "b")) return g.add(Op::where, a, g.whole(1), g.whole(0), 'i');
-    if (is("bool", 'b', "f")) return g.add(Op::ne, a, g.number(0), kNone, 'b');
-    if (is("bool", 'b', "i")) return g.add(Op::ne_whole, a, g.whole(0), kNone, 'b');
-    for (const Operation& o : kOperations)
-      if (is(o.name, o.type, o.operands)) return g.add(o.op, a, b, c, type);
+    const std::string signature = types + '>' + type;
+    for (const Operation& o : kOperations) {
+      const bool fits = c10::str(' ', o.signatures, ' ').find(' ' + signature + ' ') != std::string::npos;
+      if (fits && name == o.name && o.op != Op::leaf) return g.add(o.op, from[0], from[1], from[2], type);
+    }
+    const Expression a(g, from[0]), b(g, from[1]), c(g, from[2]);
+#define ATTN_COMPOSITION(composed, of, expression) \
+  if (name == composed && signature == of) return (expression).in(g, type);
+#include "core/operations.inl"
     check(false, "there is no operation ", name, " of type ", type, " whose operands have the types (", types, ")");
     return kNone;
   }
@@ -372,12 +316,11 @@ struct OwnCompiled : Compiled {
 };
 
 // Looks for a value such that every result depends on the score only through this value. No result then needs the score
-// itself. The value must cost more than a product: tanh, exp, exp2, log or log1p. Returns kNone if there is no such
-// value.
+// itself. The value must cost more than a product. Returns kNone if there is no such value.
 int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   for (int n = 0; n < values; ++n) {
     const Op op = g[n].op;
-    const bool is_dear = op == Op::tanh || op == Op::exp || op == Op::exp2 || op == Op::log || op == Op::log1p;
+    const bool is_dear = Op::exp <= op && op <= Op::tanh;
     const auto is_enough = [&](const Result& r) { return !g.reads(r.value, Leaf::score, n); };
     if (is_dear && g.reads(n, Leaf::score) && std::ranges::all_of(results, is_enough)) return n;
   }
@@ -467,6 +410,12 @@ TORCH_LIBRARY_IMPL(attn, CompositeExplicitAutograd, m) {
     std::vector<std::string> names(std::begin(kFusions), std::end(kFusions));
     for (const Rewrite& rewrite : kRewrites) names.push_back(rewrite.name);
     return names;
+  });
+  m.impl("_operations_of_programs", [] {
+    std::vector<std::string> rows;
+    for (const Operation& o : kOperations)
+      if (*o.name) rows.push_back(c10::str(o.name, ' ', o.signatures));
+    return rows;
   });
 }
 

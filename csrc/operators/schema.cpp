@@ -154,6 +154,7 @@ TORCH_LIBRARY(attn, m) {
   // score_mod. For an empty string, the names of all rules.
   m.def("_rewrite_programs(bool rewrites) -> ()");
   m.def("_rewrites_of(str score_mod) -> str[]");
+  m.def("_operations_of_programs() -> str[]");
 
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.

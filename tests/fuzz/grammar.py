@@ -69,22 +69,51 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
         "fc>f cp>f fp>f ic>f",
         ["{0} / {1}", "torch.div(T{0}, {1})", "M{0}.div({1})"],
     ),
-    "floor": ("e>e", ["torch.floor({0})", "{0}.floor()"]),
+    **{
+        name: ("e>e", [f"torch.{name}({{0}})", f"{{0}}.{name}()"])
+        for name in ("floor", "ceil", "trunc", "round", "frac")
+    },
+    **{name: ("e>e i>i", [f"torch.{name}({{0}})", f"{{0}}.{name}()"]) for name in ("sign", "sgn")},
+    **{
+        f"is{name}": ("e>b", [f"torch.is{name}({{0}})", f"{{0}}.is{name}()"])
+        for name in ("nan", "inf", "finite")
+    },
     "floor_divide": (
         "ec>e ce>e id>i ed>e",
         # PyTorch's // of numbers has no derivative, and div has one.
         ["{0} // {1}", "torch.div(T{0}, {1}, rounding_mode='floor')"],
     ),
     "remainder": ("ec>e ee>e id>i", ["{0} % {1}", "torch.remainder(T{0}, {1})"]),
+    "fmod": ("ec>e ee>e id>i", ["torch.fmod(T{0}, {1})", "M{0}.fmod({1})"]),
     "square": ("f>f e>e", ["{0}.square()", "torch.square({0})"]),
-    "pow": ("f>f e>e", ["{0} ** 2", "torch.pow({0}, 2)", "({0}.abs() + 1) ** -0.5", "2 ** {0}"]),
+    "pow": (
+        "f>f e>e i>i",
+        [
+            *("{0} ** 2", "torch.pow({0}, 2)", "{0} ** 3", "({0}.abs() + 1) ** -0.5", "2 ** {0}"),
+            *("({0}.abs() + 0.5) ** 1.5", "1.5 ** {0}", "torch.pow({0}, exponent=3)"),
+        ],
+    ),
     **{
         name: ("f>f", [f"torch.{name}({{0}})", f"{{0}}.{name}()"])
-        for name in ("exp", "exp2", "tanh", "sigmoid")
+        for name in (
+            *("exp", "exp2", "expm1", "tanh", "sigmoid", "erf", "erfc", "atan", "asinh"),
+            *("sinh", "cosh"),
+        )
+    },
+    # Of numbers without rounding errors, which these functions would make larger.
+    **{
+        name: ("e>f", [f"torch.{name}({{0}})", f"{{0}}.{name}()"]) for name in ("sin", "cos", "tan")
     },
     **{
+        name: ("e>f", [f"torch.{name}({{0}}.sin() * 0.75)", f"({{0}}.cos() * 0.5).{name}()"])
+        for name in ("asin", "acos", "atanh")
+    },
+    "acosh": ("f>f", ["torch.acosh({0}.abs() + 1.5)", "({0}.abs() + 2).acosh()"]),
+    "atan2": ("fp>f", ["torch.atan2({0}, {1})", "{0}.atan2({1})"]),
+    "expit": ("f>f", ["torch.special.expit({0})"]),
+    **{
         name: ("p>f", [f"torch.{name}({{0}})", f"{{0}}.{name}()"])
-        for name in ("reciprocal", "sqrt", "rsqrt", "log", "log1p")
+        for name in ("reciprocal", "sqrt", "rsqrt", "log", "log1p", "log2", "log10")
     },
     **{
         name: (
@@ -102,6 +131,13 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
         )
         for name, sign in {"and": "&", "or": "|", "xor": "^"}.items()
     },
+    **{
+        f"bitwise_{side}_shift": (
+            signatures,
+            [f"{{0}} {sign} {{1}}", f"torch.bitwise_{side}_shift(T{{0}}, {{1}})"],
+        )
+        for side, sign, signatures in (("left", "<<", "in>i"), ("right", ">>", "in>i ii>i"))
+    },
     "bitwise_not": ("i>i b>b", ["~{0}", "torch.bitwise_not({0})"]),
     **{
         f"logical_{name}": (
@@ -112,6 +148,26 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
     },
     "logical_not": ("b>b e>b i>b", ["torch.logical_not({0})", "{0}.logical_not()"]),
     "relu": ("f>f e>e", ["torch.relu({0})", "F.relu({0})", "{0}.relu()"]),
+    "relu6": ("f>f e>e", ["F.relu6({0})"]),
+    "hardtanh": ("f>f e>e", ["F.hardtanh({0})", "F.hardtanh({0}, -2, max_val=3)"]),
+    "leaky_relu": ("f>f", ["F.leaky_relu({0})", "F.leaky_relu({0}, negative_slope=0.25)"]),
+    "elu": ("f>f", ["F.elu({0})", "F.elu({0}, alpha=0.5)"]),
+    "selu": ("f>f", ["F.selu({0})", "torch.selu({0})"]),
+    "celu": ("f>f", ["F.celu({0})", "torch.celu({0}, alpha=0.5)"]),
+    "gelu": ("f>f", ["F.gelu({0})", "F.gelu({0}, approximate='tanh')"]),
+    "silu": ("f>f", ["F.silu({0})"]),
+    "mish": ("f>f", ["F.mish({0})"]),
+    "softplus": ("f>f", ["F.softplus({0})", "F.softplus({0}, beta=2, threshold=9)"]),
+    "logsigmoid": ("f>f", ["F.logsigmoid({0})"]),
+    "softsign": ("f>f", ["F.softsign({0})"]),
+    "tanhshrink": ("f>f", ["F.tanhshrink({0})"]),
+    "logaddexp": ("ff>f", ["torch.logaddexp({0}, {1})", "{0}.logaddexp({1})"]),
+    "lerp": (
+        "ff>f",
+        [f"torch.lerp({{0}}.to(score.dtype), {{1}}.to(score.dtype), {w})" for w in (0.25, 0.75)],
+    ),
+    "addcmul": ("fff>f", ["torch.addcmul({0}, {1}, {2}, value=-2)", "{0}.addcmul({1}, {2})"]),
+    "addcdiv": ("ffp>f", ["torch.addcdiv({0}, {1}, {2})"]),
     "where": (
         "bff>f bee>e bcf>f bfc>f bii>i bni>i bbb>b",
         ["torch.where({0}, {1}, {2})"],
@@ -157,12 +213,23 @@ ALIASES = {
     "negative": "neg",
     "absolute": "abs",
     "clip": "clamp",
+    "fix": "trunc",
+    **{f"arc{name}": f"a{name}" for name in ("sin", "cos", "tan", "tan2", "sinh", "cosh", "tanh")},
     "not_equal": "ne",
     "less": "lt",
     "less_equal": "le",
     "greater": "gt",
     "greater_equal": "ge",
 }
+
+
+# The operations whose results have rounding errors.
+_ROUNDED = (
+    "exp exp2 expm1 tanh sigmoid expit erf erfc sin cos tan asin acos atan atan2 sinh cosh asinh "
+    "acosh atanh log log1p log2 log10 div reciprocal sqrt rsqrt leaky_relu elu selu celu gelu silu "
+    "mish softplus logsigmoid softsign tanhshrink logaddexp lerp addcmul addcdiv"
+)
+ROUNDED = frozenset(_ROUNDED.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,6 +480,8 @@ class Grammar:
             needs = f"T{{{n}}}" in form or f"M{{{n}}}" in form or f"{{{n}}}." in form
             if needs and t in "cnd":
                 return None
+        if name == "pow" and "i" in types and not re.search(r"\D[23]\)?$", form):
+            return None
         if ("alpha" in form and "b" in types) or ("//" in form and result != "i"):
             return None
         if name in ("minimum", "maximum") and "f" in types and result != "f":
@@ -450,21 +519,9 @@ class Grammar:
         if name in ("where", "masked_fill"):
             del of[int(name == "masked_fill")]
         known = [x for x in of if x is not None]
-        inexact = (
-            "exp",
-            "exp2",
-            "tanh",
-            "sigmoid",
-            "div",
-            "reciprocal",
-            "sqrt",
-            "rsqrt",
-            "log",
-            "log1p",
-        )
         if (
             len(known) < len(of)
-            or name in inexact
+            or name in ROUNDED
             or (name == "pow" and "** 2" not in form and ", 2" not in form)
         ):
             return None
@@ -481,6 +538,10 @@ class Grammar:
             return of[0] * of[1]
         if name in ("add", "sub"):
             return sum(of) + (of[1] if "alpha" in form else 0)
+        if name == "pow":
+            return of[0] ** 3  # type: ignore[no-any-return]
+        if name == "bitwise_left_shift":
+            return of[0] << min(of[1], 64)
         if name in ("int", "long") and operands[0].whole is None and operands[0].bits:
             return None if self.special else 1 << operands[0].bits[1]  # an infinity has none
         if name == "remainder":

@@ -1,11 +1,13 @@
-// Powers of 2 of vectors, and the hyperbolic tangent.
+// Powers of 2 and of e of vectors, and the hyperbolic tangent.
 #pragma once
 
 #include "cpu/simd/simd.inl"
 
 namespace attn::ATTN_ISA {
 
-constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
+// ln(2) as two numbers. The first has so few bits that a small whole number times it has no rounding error.
+constexpr double kLn2High = 0x1.62e42fee00000p-1, kLn2Low = 1.90821492927058770002e-10;
 
 // How a number is stored, and the coefficients of a polynomial p with 2^r = 1 + r p(r) for |r| <= 1/2, the highest
 // power first.
@@ -107,6 +109,28 @@ ATTN_INLINE Vec<T> exp2(Vec<T> x) {
   Vec<T> power[] = {x};
   exp2<T>(power);
   return power[0];
+}
+
+// Returns 2^x for every x, even where the result is infinite.
+template <class T>
+ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
+  constexpr T kMost = sizeof(T) == 4 ? 190 : 1086, kLarge = sizeof(T) == 4 ? 120 : 1000, kPart = 64;
+  const Vec<T> bounded = x > kMost ? splat<T>(kMost) : x;
+  const auto is_large = bounded > kLarge;
+  const Vec<T> power = exp2<T>(is_large ? bounded - kPart : bounded);
+  return is_large ? power * static_cast<T>(0x1p64) : power;
+}
+// e^x = 2^y with y = x log2(e). The factor e^(x - y ln(2)) corrects the rounding error of y. With n, the whole number
+// next to y, x - y ln(2) is x - n ln(2) - (y - n) ln(2). Here n times the high bits of ln(2) has no rounding error.
+template <class T>
+ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
+  constexpr T kHigh = static_cast<T>(sizeof(T) == 4 ? 0.693359375 : kLn2High);
+  constexpr T kLow = static_cast<T>(sizeof(T) == 4 ? -2.1219444005469058277e-4 : kLn2Low);
+  constexpr T kMagic = Exp2Constants<T>::round_magic;
+  const Vec<T> y = x * static_cast<T>(kLog2E), n = (y + kMagic) - kMagic;
+  const Vec<T> rest = ((x - n * kHigh) - n * kLow) - (y - n) * static_cast<T>(kLn2);
+  const Vec<T> power = exp2_of_any<T>(y);
+  return absolute<T>(y) < (sizeof(T) == 4 ? T{128} : T{1024}) ? power + power * rest : power;  // not of infinity
 }
 
 // Returns most * tanh(y ln(2) / 2), accurate for small y too. y may be infinite or NaN, and `most` is finite. With f =

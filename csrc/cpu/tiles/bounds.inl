@@ -45,52 +45,43 @@ inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_
   }
 }
 
-inline Between bounds(Op op, Between x, Between y, Between z, bool is_wide) {
-  const auto is = [](bool always, bool never) { return always ? Between{-1, -1} : never ? Between{0, 0} : kEither; };
+inline Between bounds(Op op, Between a, Between b, Between c, bool is_wide) {
+  constexpr Between anything = kAnything, either = kEither;
+  const auto boolean = [](bool always, bool never) {
+    return always ? Between{-1, -1} : never ? Between{0, 0} : kEither;
+  };
   // Results beyond 32 bits, or beyond 64 if the list is wide, may have wrapped around.
   const auto whole = [=](bool wraps, int64_t least, int64_t most) {
     const int64_t end = is_wide ? kMostWhole : (int64_t{1} << 31) - 1;
     return !wraps && least >= -end - 1 && most <= end ? Between{least, most} : kAnything;
   };
-  int64_t least = 0, most = 0;
-  const bool are_equal = x.is_one() && y.is_one() && x.least == y.least, differ = x.most < y.least || y.most < x.least;
-  const bool are_booleans = smaller(x.least, y.least) >= -1 && larger(x.most, y.most) <= 0;
+  const auto sum = [=](Between x, Between y) {
+    int64_t least = 0, most = 0;
+    const bool wraps = __builtin_add_overflow(x.least, y.least, &least) | __builtin_add_overflow(x.most, y.most, &most);
+    return whole(wraps, least, most);
+  };
+  const auto difference = [=](Between x, Between y) {
+    int64_t least = 0, most = 0;
+    const bool wraps = __builtin_sub_overflow(x.least, y.most, &least) | __builtin_sub_overflow(x.most, y.least, &most);
+    return whole(wraps, least, most);
+  };
+  const auto smaller_of = [](Between x, Between y) {
+    return Between{smaller(x.least, y.least), smaller(x.most, y.most)};
+  };
+  const auto larger_of = [](Between x, Between y) { return Between{larger(x.least, y.least), larger(x.most, y.most)}; };
+  const bool are_equal = a.is_one() && b.is_one() && a.least == b.least, differ = a.most < b.least || b.most < a.least;
+  const bool are_booleans = smaller(a.least, b.least) >= -1 && larger(a.most, b.most) <= 0;
   switch (op) {
-    case Op::add_whole: {
-      const bool wraps =
-          __builtin_add_overflow(x.least, y.least, &least) | __builtin_add_overflow(x.most, y.most, &most);
-      return whole(wraps, least, most);
-    }
-    case Op::sub_whole: {
-      const bool wraps =
-          __builtin_sub_overflow(x.least, y.most, &least) | __builtin_sub_overflow(x.most, y.least, &most);
-      return whole(wraps, least, most);
-    }
-    case Op::bit_and:
-      if (!are_booleans) return kAnything;
-      [[fallthrough]];
-    case Op::maximum_whole:
-      return {larger(x.least, y.least), larger(x.most, y.most)};
-    case Op::bit_or:
-      if (!are_booleans) return kAnything;
-      [[fallthrough]];
-    case Op::minimum_whole:
-      return {smaller(x.least, y.least), smaller(x.most, y.most)};
-    case Op::bit_not:
-      return {~x.most, ~x.least};
-    case Op::eq_whole:
-      return is(are_equal, differ);
-    case Op::ne_whole:
-      return is(differ, are_equal);
-    case Op::lt_whole:
-      return is(x.most < y.least, x.least >= y.most);
-    case Op::le_whole:
-      return is(x.most <= y.least, x.least > y.most);
-    case Op::where:
-      return x.is_one() ? (x.least != 0 ? y : z) : Between{smaller(y.least, z.least), larger(y.most, z.most)};
-    default:
-      return op >= Op::eq && op <= Op::le ? kEither : kAnything;
+#define ATTN_OPERATION(op, name, signatures, value, bounds, ...) \
+  case Op::op:                                                   \
+    return bounds;
+#include "core/operations.inl"
+    case Op::leaf:
+    case Op::lookup:
+    case Op::lookup_tangent:
+      return anything;
   }
+  __builtin_unreachable();
 }
 
 // Returns the bounds of the list's first result over all pairs of a tile. `room` has an element for each leaf and each

@@ -311,7 +311,7 @@ class Evaluation {
       y = z;
       z = {same.data + first_ * same.step, same.step, same.lanes};
     }
-    const auto each = [&, lanes = lanes_](auto f) __attribute__((always_inline)) {
+    const auto each = [&, lanes = lanes_](auto operands, auto f) __attribute__((always_inline)) {
       const int64_t next_x = x.lanes & W, next_y = y.lanes & W, next_z = z.lanes & W;  // to the next vector
       const auto each_vector = [&](auto second_is_same) __attribute__((always_inline)) {
         const V same = load<T>(y.data);
@@ -320,132 +320,30 @@ class Evaluation {
           T* result = to + j * kRowTile;
 #pragma GCC unroll 4
           for (const T* const end = result + lanes; result != end; result += W, a += next_x, b += next_y, c += next_z) {
-            const V second = second_is_same() ? same : load<T>(b);
+            const V second = operands() < 2 ? V{} : second_is_same() ? same : load<T>(b);
             V of_vector;
-            if constexpr (std::is_invocable_v<decltype(f), V&, V, V, V>)
-              f(of_vector, load<T>(a), second, load<T>(c));
-            else if constexpr (std::is_invocable_v<decltype(f), V&, V, V>)
-              f(of_vector, load<T>(a), second);
-            else
-              f(of_vector, load<T>(a));
+            f(of_vector, load<T>(a), second, operands() < 3 ? V{} : load<T>(c));
             store<T>(result, of_vector);
           }
         }
       };
       // Often the second operand is a constant, such as the scale. It stays in a register.
-      if (!std::is_invocable_v<decltype(f), V&, V> && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
+      if (operands() > 1 && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
       each_vector(std::false_type());
     };
-// These macros compute an operation's result from its operands a, b and c. Their lambdas are always inlined, because
-// GCC compiles lambdas in templates for the oldest processor.
-#define ATTN_EACH(result, ...) \
-  return each([](V& to, __VA_ARGS__) __attribute__((always_inline)) { to = as_number<T>(result); })
-#define ATTN_WHOLE(result) \
-  ATTN_EACH(each_whole<T>(a, b, [](Int<T> m, Int<T> n) { return static_cast<Int<T>>(result); }), const V& a, const V& b)
     switch (op) {
-      case Op::add:
-        ATTN_EACH(a + b, const V& a, const V& b);
-      case Op::sub:
-        ATTN_EACH(a - b, const V& a, const V& b);
-      case Op::mul:
-        ATTN_EACH(a * b, const V& a, const V& b);
-      case Op::div:
-        ATTN_EACH(a / b, const V& a, const V& b);
-      case Op::neg:
-        ATTN_EACH(-a, const V& a);
-      case Op::abs:
-        ATTN_EACH(absolute<T>(a), const V& a);
-      case Op::minimum:
-        ATTN_EACH((a < b ? a : b < a ? b : a == b ? a : a + b), const V& a, const V& b);
-      case Op::maximum:
-        ATTN_EACH((a > b ? a : b > a ? b : a == b ? a : a + b), const V& a, const V& b);
-      case Op::clamp:
-        ATTN_EACH(bounded<T>(a, b, c), const V& a, const V& b, const V& c);
-      case Op::sqrt:
-        ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_sqrtf(n) : __builtin_sqrt(n); }),
-                  const V& a);
-      case Op::exp:
-        ATTN_EACH(exp_of_any<T>(a), const V& a);
-      case Op::exp2:
-        ATTN_EACH(exp2_of_any<T>(a), const V& a);
-      case Op::log:
-        ATTN_EACH(each_lane<T>(a, [](T n) { return __builtin_log(n); }), const V& a);
-      case Op::log1p:
-        ATTN_EACH(each_lane<T>(a, [](T n) { return __builtin_log1p(n); }), const V& a);
-      case Op::tanh:
-        ATTN_EACH(tanh_of_exponent<T>(a * (b * static_cast<T>(2 * kLog2E)), c[0]), const V& a, const V& b, const V& c);
-      case Op::floor:
-        ATTN_EACH(each_lane<T>(a, [](T n) { return sizeof(T) == 4 ? __builtin_floorf(n) : __builtin_floor(n); }),
-                  const V& a);
-      case Op::floor_divide:
-        ATTN_EACH(each_lane<T>(a, b, [](T m, T n) { return floor_quotient_of(m, n); }), const V& a, const V& b);
-      case Op::remainder:
-        ATTN_EACH(each_lane<T>(a, b, [](T m, T n) { return remainder_of(m, n); }), const V& a, const V& b);
-      case Op::to_float32:
-        ATTN_EACH((rounded_to<float, T>(a)), const V& a);
-      case Op::to_float16:
-        ATTN_EACH((rounded_to<Half, T>(a)), const V& a);
-      case Op::to_bfloat16:
-        ATTN_EACH((rounded_to<BFloat16, T>(a)), const V& a);
-      case Op::times:
-        ATTN_EACH((a == V{} ? V{} : a * b), const V& a, const V& b);
-      case Op::fma:
-        ATTN_EACH(a * b + c, const V& a, const V& b, const V& c);
-      case Op::fms:
-        ATTN_EACH(a * b - c, const V& a, const V& b, const V& c);
-      case Op::fnma:
-        ATTN_EACH(c - a * b, const V& a, const V& b, const V& c);
-      case Op::add_whole:
-        ATTN_EACH(bits<T>(a) + bits<T>(b), const V& a, const V& b);
-      case Op::sub_whole:
-        ATTN_EACH(bits<T>(a) - bits<T>(b), const V& a, const V& b);
-      case Op::mul_whole:
-        ATTN_EACH(bits<T>(a) * bits<T>(b), const V& a, const V& b);
-      case Op::minimum_whole:
-        ATTN_EACH((whole<T>(a) < whole<T>(b) ? a : b), const V& a, const V& b);
-      case Op::maximum_whole:
-        ATTN_EACH((whole<T>(a) > whole<T>(b) ? a : b), const V& a, const V& b);
-      case Op::floor_divide_whole:
-        ATTN_WHOLE(quotient(m, n));
-      case Op::remainder_whole:
-        ATTN_WHOLE(n == 0 ? 0 : unsigned_of(m) - unsigned_of(quotient(m, n)) * unsigned_of(n));
-      case Op::bit_and:
-        ATTN_EACH(whole<T>(a) & whole<T>(b), const V& a, const V& b);
-      case Op::bit_or:
-        ATTN_EACH(whole<T>(a) | whole<T>(b), const V& a, const V& b);
-      case Op::bit_xor:
-        ATTN_EACH(whole<T>(a) ^ whole<T>(b), const V& a, const V& b);
-      case Op::bit_not:
-        ATTN_EACH(~whole<T>(a), const V& a);
-      case Op::eq:
-        ATTN_EACH(a == b, const V& a, const V& b);
-      case Op::ne:
-        ATTN_EACH(a != b, const V& a, const V& b);
-      case Op::lt:
-        ATTN_EACH(a < b, const V& a, const V& b);
-      case Op::le:
-        ATTN_EACH(a <= b, const V& a, const V& b);
-      case Op::eq_whole:
-        ATTN_EACH(whole<T>(a) == whole<T>(b), const V& a, const V& b);
-      case Op::ne_whole:
-        ATTN_EACH(whole<T>(a) != whole<T>(b), const V& a, const V& b);
-      case Op::lt_whole:
-        ATTN_EACH(whole<T>(a) < whole<T>(b), const V& a, const V& b);
-      case Op::le_whole:
-        ATTN_EACH(whole<T>(a) <= whole<T>(b), const V& a, const V& b);
-      case Op::where:
-        ATTN_EACH((whole<T>(a) ? b : c), const V& a, const V& b, const V& c);
-      case Op::float_of:
-        ATTN_EACH(__builtin_convertvector(whole<T>(a), V), const V& a);
-      case Op::whole_of:
-        ATTN_EACH(__builtin_convertvector(a, Vec<Int<T>>), const V& a);
+// The lambda is always inlined, because GCC compiles lambdas in templates for the oldest processor.
+#define ATTN_OPERATION(op, name, signatures, value, ...)                                                         \
+  case Op::op:                                                                                                   \
+    return each(std::integral_constant<int, operand_count(signatures)>(),                                        \
+                [](V& to, [[maybe_unused]] const V& a, [[maybe_unused]] const V& b, [[maybe_unused]] const V& c) \
+                    __attribute__((always_inline)) { to = as_number<T>(value); });
+#include "core/operations.inl"
       case Op::leaf:
       case Op::lookup:
       case Op::lookup_tangent:
         break;
     }
-#undef ATTN_EACH
-#undef ATTN_WHOLE
     __builtin_unreachable();
   }
 
@@ -591,14 +489,6 @@ class Evaluation {
     if (__atomic_load_n(&program_.wrong[0], __ATOMIC_RELAXED) != pair) return;
     __atomic_store_n(&program_.wrong[1], int64_t{index}, __ATOMIC_RELAXED);
     __atomic_store_n(&program_.wrong[2], size, __ATOMIC_RELAXED);
-  }
-
-  // Integers wrap around, as PyTorch's integers do.
-  static constexpr UInt<T> unsigned_of(Int<T> x) { return static_cast<UInt<T>>(x); }
-  static ATTN_INLINE Int<T> quotient(Int<T> a, Int<T> b) {
-    if (b == 0) return 0;
-    if (b == -1) return static_cast<Int<T>>(-unsigned_of(a));
-    return a / b - (a % b != 0 && (a < 0) != (b < 0) ? 1 : 0);
   }
 
   const PairProgram& program_;

@@ -3,7 +3,7 @@
 // A strip is kStrip keys of a tile, with all rows of the tile. The rows of a tile belong to one head.
 #pragma once
 
-#include "cpu/simd/exp.inl"
+#include "cpu/simd/functions.inl"
 #include "cpu/simd/transpose.inl"
 #include "cpu/tiles/bounds.inl"
 #include "cpu/tiles/formats.inl"
@@ -52,6 +52,60 @@ ATTN_INLINE Vec<T> each_whole(Vec<T> x, Vec<T> y, F f) {
   return as_number<T>(a);
 }
 
+// Calls a function of the C library, in double, for each lane. All functions share this loop.
+template <class T, class... Doubles>
+__attribute__((noinline)) void call_by_lane(double (*f)(double, Doubles...), T* x, [[maybe_unused]] const T* y) {
+  for (int i = 0; i < kLanes<T>; ++i) x[i] = static_cast<T>(f(x[i], static_cast<Doubles>(y[i])...));
+}
+template <class T>
+ATTN_INLINE Vec<T> by_lane(double (*f)(double), Vec<T> x) {
+  T numbers[kLanes<T>];
+  store<T>(numbers, x);
+  call_by_lane<T>(f, numbers, nullptr);
+  return load<T>(numbers);
+}
+template <class T>
+ATTN_INLINE Vec<T> by_lane(double (*f)(double, double), Vec<T> x, Vec<T> y) {
+  T numbers[2][kLanes<T>];
+  store<T>(numbers[0], x);
+  store<T>(numbers[1], y);
+  call_by_lane<T, double>(f, numbers[0], numbers[1]);
+  return load<T>(numbers[0]);
+}
+
+template <class T>
+ATTN_INLINE Vec<T> square_roots(Vec<T> x) {
+  return each_lane<T>(x, [](T n) { return sizeof(T) == 4 ? __builtin_sqrtf(n) : __builtin_sqrt(n); });
+}
+template <class T>
+ATTN_INLINE Vec<T> floors(Vec<T> x) {
+  return each_lane<T>(x, [](T n) { return sizeof(T) == 4 ? __builtin_floorf(n) : __builtin_floor(n); });
+}
+// Round to whole numbers, half to even and towards 0. Beyond kWhole all numbers are whole.
+template <class T>
+ATTN_INLINE Vec<T> nearest(Vec<T> x) {
+  constexpr T kWhole = sizeof(T) == 4 ? T{0x1p23} : T{0x1p52};
+  const Vec<T> magnitude = absolute<T>(x);
+  return magnitude < kWhole ? with_sign<T>((magnitude + kWhole) - kWhole, x) : x;
+}
+template <class T>
+ATTN_INLINE Vec<T> towards_0(Vec<T> x) {
+  const Vec<T> found = absolute<T>(nearest<T>(x));
+  return with_sign<T>(found > absolute<T>(x) ? found - 1 : found, x);
+}
+
+// A shift by a negative number, or by more bits than there are, shifts all bits out.
+template <class T>
+ATTN_INLINE Vec<UInt<T>> shifted_left(Vec<T> x, Vec<T> by) {
+  constexpr UInt<T> kBits = 8 * sizeof(T);
+  return bits<T>(by) < kBits ? bits<T>(x) << (bits<T>(by) & (kBits - 1)) : Vec<UInt<T>>{};
+}
+template <class T>
+ATTN_INLINE Vec<Int<T>> shifted_right(Vec<T> x, Vec<T> by) {
+  constexpr UInt<T> kBits = 8 * sizeof(T);
+  return whole<T>(x) >> whole<T>(as_number<T>(bits<T>(by) < kBits ? bits<T>(by) : splat<UInt<T>>(kBits - 1)));
+}
+
 // PyTorch's floor_divide and remainder of numbers, to the bit. Both begin with the remainder of fmod, which is exact.
 template <class T>
 ATTN_INLINE T remainder_towards_0(T x, T y) {
@@ -73,6 +127,26 @@ ATTN_INLINE T floor_quotient_of(T x, T y) {
   return quotient - whole > T{0.5} ? whole + 1 : whole;
 }
 
+// The same of whole numbers. By 0: 0.
+template <class T>
+  requires std::is_integral_v<T>
+ATTN_INLINE T remainder_towards_0(T x, T y) {
+  return y == 0 || y == -1 ? 0 : x % y;
+}
+template <class T>
+  requires std::is_integral_v<T>
+ATTN_INLINE T remainder_of(T x, T y) {
+  const T rest = remainder_towards_0(x, y);
+  return rest != 0 && (y < 0) != (rest < 0) ? rest + y : rest;
+}
+template <class T>
+  requires std::is_integral_v<T>
+ATTN_INLINE T floor_quotient_of(T x, T y) {
+  if (y == 0) return 0;
+  if (y == -1) return static_cast<T>(-static_cast<std::make_unsigned_t<T>>(x));
+  return x / y - (x % y != 0 && (x < 0) != (y < 0) ? 1 : 0);
+}
+
 // Rounds numbers to a storage type S.
 template <class S, class T>
 ATTN_INLINE Vec<T> rounded_to(Vec<T> x) {
@@ -86,27 +160,6 @@ ATTN_INLINE Vec<T> rounded_to(Vec<T> x) {
   }
   for (int i = 0; i < kLanes<T>; ++i) x[i] = narrow[i];
   return x;
-}
-
-// Returns 2^x for every x, even where the result is infinite.
-template <class T>
-ATTN_INLINE Vec<T> exp2_of_any(Vec<T> x) {
-  constexpr T kMost = sizeof(T) == 4 ? 190 : 1086, kLarge = sizeof(T) == 4 ? 120 : 1000, kPart = 64;
-  const Vec<T> bounded = x > kMost ? splat<T>(kMost) : x;
-  const auto is_large = bounded > kLarge;
-  const Vec<T> power = exp2<T>(is_large ? bounded - kPart : bounded);
-  return is_large ? power * static_cast<T>(0x1p64) : power;
-}
-// e^x = 2^(x log2(e)). Corrects the result by the rounding error of the product.
-template <class T>
-ATTN_INLINE Vec<T> exp_of_any(Vec<T> x) {
-  constexpr T kHigh = static_cast<T>(kLog2E), kLow = static_cast<T>(kLog2E - static_cast<double>(kHigh));
-  const Vec<T> y = x * kHigh;
-  Vec<T> rest = x * kHigh - y;  // one fused operation, if the instruction set has it
-  rest += x * (sizeof(T) == 4 ? kLow : static_cast<T>(2.0355273740931033e-17));
-  const Vec<T> power = exp2_of_any<T>(y);
-  const auto is_usual = absolute<T>(y) < (sizeof(T) == 4 ? T{1000} : T{10000});
-  return is_usual ? power + power * (rest * static_cast<T>(0.69314718055994530942)) : power;
 }
 
 ATTN_INLINE uint64_t all_lanes(int64_t count) { return ~uint64_t{} >> (kRowTile - count); }
