@@ -111,9 +111,9 @@ class Kept {
         if (t.defined()) field = std::move(t);
       } catch (c10::Error& error) {
         if (error.msg().find("modified by an inplace operation") != std::string::npos)
-          error.add_context(c10::str("attn: backward reads ", name_of(i),
-                                     " again, which was changed in place since the call; pass a copy, or change one: ",
-                                     name_of(i), ".clone()"));
+          error.add_context(c10::str("attn: backward reads ", name_of(argument, i),
+                                     " again, which was changed in place since the call; pass a copy of it, made by "
+                                     "clone(), or change a copy"));
         throw;
       }
     };
@@ -124,9 +124,11 @@ class Kept {
   }
 
  private:
-  static std::string name_of(size_t i) {
+  static std::string name_of([[maybe_unused]] const T& argument, size_t i) {
     if constexpr (std::is_same_v<T, Call>) {
       const About& about = Tensors::about(i);
+      const bool is_of_program = about.kind == Kind::terms || about.kind == Kind::numbers || about.kind == Kind::mask;
+      if (argument.has_program() && is_of_program) return "a tensor that score_mod or mask_mod captures";
       const bool one_name = about.name == std::string_view(about.name_in_varlen);
       return Tensors::name(i) + (one_name ? "" : c10::str(" (", about.name_in_varlen, ")"));
     } else if constexpr (requires { T::kNames; }) {
