@@ -37,7 +37,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PRECIOUS: .venv-torch-%/installed
-.PHONY: help demo lesson docs test test-processors test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-eight-bits bench-models bench-peers bench-ring check-cuda sdist wheel lint format
+.PHONY: help demo lesson docs test test-processors test-all test-torch test-arm fuzz sanitize mutants bench bench-decode bench-eight-bits bench-models bench-peers bench-ring gallery check-cuda sdist wheel lint format
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1                |\2/p' $(MAKEFILE_LIST) | sed -E 's/^(.{22}) *\|/\1/'
@@ -112,6 +112,9 @@ bench-peers: $(PEERS) $(INSTALLED) $(LIBRARY) ## speed against the other attenti
 
 bench-ring: $(INSTALLED) $(LIBRARY) ## attention of one sequence over two processes, and how a ring scales, with a chart
 	@$(BIN)/python benchmarks/ring.py --json out/ring.json --chart out/ring.png
+
+gallery: $(INSTALLED) $(LIBRARY) ## functions for flex_attention with pictures and times: docs/flex-gallery.md
+	@$(BIN)/python benchmarks/gallery.py
 
 check-cuda: $(CUDA_VENV)/installed ## a build with CUDA, all that needs no GPU checked; needs nvcc
 	@echo "==> Compiling build/cuda/$(LIBRARY)"
