@@ -331,7 +331,6 @@ class Grammar:
         self.variables: list[tuple[str, Text]] = []  # (type, name)
         self.lines: list[str] = []
         self.of_score: set[str] = set()  # variables that depend on the score, which index nothing
-        self.tables: set[str] = set()  # that values of the pair index; at most four
 
     def pick(self, *choices: Callable[[], Text]) -> Text:
         return self.rng.choice(choices)()
@@ -390,15 +389,13 @@ class Grammar:
     def lookup(self, name: str) -> Text:
         """A number of a captured tensor."""
         of = self.captured[name]
-        of_pair = self.rng.random() < 0.4 and (name in self.tables or len(self.tables) < 3)
+        of_pair = self.rng.random() < 0.4
         extents = {"b": self.sizes.batch, "h": self.sizes.heads, "i": self.sizes.queries}
         extents["j"] = self.sizes.keys
         places = []
         for dim, size in zip(of.dims, of.numbers.shape, strict=True):
             if dim == "x" or (self.rng.random() < 0.15 and of.numbers.dim() > 1):
                 places.append(self.index(size, of_pair))
-                if of_pair:
-                    self.tables.add(name)
             elif dim == "i" and size > self.sizes.queries and self.rng.random() < 0.5:
                 places.append(f"i + {size - self.sizes.queries}")
             elif self.rng.random() < 0.1:

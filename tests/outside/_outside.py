@@ -22,6 +22,15 @@ from torch.nn.attention import flex_attention as of_torch
 import torch_attn
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+_GIT = [
+    "git",
+    "-C",
+    str(pathlib.Path(torch_attn.__file__).parent),
+    "describe",
+    "--always",
+    "--dirty",
+]
+COMMIT = subprocess.run(_GIT, capture_output=True, text=True, check=False).stdout.strip()
 HAS_SWITCH = hasattr(torch_attn, "replacing_flex")
 
 
@@ -143,13 +152,11 @@ def plant(fault: str | None) -> None:
 def versions(**others: str) -> list[str]:
     """Lines that say what ran: Python, torch, torch_attn, the switch and what `others` names."""
     switch = "torch_attn.replacing_flex" if HAS_SWITCH else "a stand-in that swaps the code by hand"
-    git = ["git", "-C", str(pathlib.Path(torch_attn.__file__).parent), "describe", "--always"]
-    commit = subprocess.run([*git, "--dirty"], capture_output=True, text=True, check=False).stdout
     lines = [
         f"date          {time.strftime('%Y-%m-%d')}",
         f"python        {platform.python_version()}, {platform.machine()}",
         f"torch         {torch.__version__}, {torch.get_num_threads()} threads",
-        f"torch_attn    {torch_attn.__version__} {commit.strip()}".rstrip(),
+        f"torch_attn    {torch_attn.__version__} {COMMIT}".rstrip(),
         f"switch        {switch}",
     ]
     return lines + [f"{name:<13} {text}" for name, text in others.items()]
