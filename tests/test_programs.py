@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from programs.make import ForOnnx, Functions, Program, inputs
+from programs.make import ForOnnx, Program, inputs
 
 HERE = Path(__file__).parent / "programs"
 FOLDERS = sorted({made.parent for made in HERE.glob("*/*scripted.pt")})
