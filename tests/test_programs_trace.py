@@ -417,8 +417,8 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "dropout": (lambda s, b, h, i, j: nn.functional.dropout(s), ("dropout",)),
     "in place": (lambda s, b, h, i, j: s + VECTORS.add_(1)[i, 0], ("add_ changes",)),
     "setitem": (lambda s, b, h, i, j: VECTORS.__setitem__((0, 0), i), ("__setitem__ changes",)),
-    "unknown": (lambda s, b, h, i, j: torch.lgamma(s), ("no lgamma", "bias[b, h")),
-    "pow": (lambda s, b, h, i, j: s + (i * j + 1) ** -1, ("pow of whole numbers",)),
+    "unknown": (lambda s, b, h, i, j: torch.erfinv(s), ("no erfinv", "attn_mask=")),
+    "pow": (lambda s, b, h, i, j: s * (i ^ j) ** -2, ("pow", "positive constant")),
     "dot": (
         lambda s, b, h, i, j: s + torch.dot(VECTORS[i], VECTORS[j]),
         ("no dot", "more columns"),

@@ -572,13 +572,16 @@ def _elu(
     ops: List, input: Value, alpha: float = 1, inplace: bool = False, *, scale: float = 1
 ) -> Value:
     below = ops.of("mul", ops.of("expm1", input), alpha * scale)
-    above = input if scale == 1 else ops.of("mul", input, scale)
-    return _where(ops, ops.of("gt", input, 0), above, below)
+    above = ops.of("mul", input, scale)
+    if alpha != 1:  # at 0 the gradient is that of the other side, and the second derivative is 0
+        at_0 = ops.of("mul", input, alpha * scale)
+        above = _where(ops, ops.of("gt", input, 0), above, at_0)
+    return _where(ops, ops.of("lt", input, 0), below, above)
 
 
 def _celu(ops: List, input: Value, alpha: float = 1, inplace: bool = False) -> Value:
     below = ops.of("mul", ops.of("expm1", ops.of("div", input, alpha)), alpha)
-    return _where(ops, ops.of("gt", input, 0), input, below)
+    return _where(ops, ops.of("lt", input, 0), below, input)
 
 
 def _softplus(ops: List, input: Value, beta: float = 1, threshold: float = 20) -> Value:

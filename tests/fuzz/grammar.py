@@ -136,7 +136,7 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
             signatures,
             [f"{{0}} {sign} {{1}}", f"torch.bitwise_{side}_shift(T{{0}}, {{1}})"],
         )
-        for side, sign, signatures in (("left", "<<", "in>i"), ("right", ">>", "in>i ii>i"))
+        for side, sign, signatures in (("left", "<<", "in>i id>i"), ("right", ">>", "in>i ii>i"))
     },
     "bitwise_not": ("i>i b>b", ["~{0}", "torch.bitwise_not({0})"]),
     **{

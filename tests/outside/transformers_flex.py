@@ -6,13 +6,15 @@ Takes the installed transformers; no path. For each family, a small model of ran
 twice with the same weights: once with attn_implementation="flex_attention", which transformers
 compiles by torch.compile and which the switch answers; once with "eager". Loss and the gradients of
 all parameters are compared, for whole sequences, padded ones and packed ones. Calls are counted
-when torch.compile traces them. The result is results/transformers_flex.txt. `--plant output` (or
-`scores`) spoils torch_attn: all has to fail.
+when torch.compile traces them; what it stores on disk starts empty. The result is
+results/transformers_flex.txt. `--plant output` (or `scores`) spoils torch_attn: all has to fail.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 import traceback
 import warnings
@@ -148,6 +150,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(2)
     _outside.plant(options.plant)
+    # Not what another build of torch_attn left there.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="transformers_flex_")
     lines = _outside.versions(transformers=transformers.__version__, fault=options.plant or "none")
     outcomes = []
     start = time.time()

@@ -312,6 +312,7 @@ class Evaluation {
       z = {same.data + first_ * same.step, same.step, same.lanes};
     }
     const auto each = [&, lanes = lanes_](auto operands, auto f) __attribute__((always_inline)) {
+      constexpr int kOperands = decltype(operands)::value;
       const int64_t next_x = x.lanes & W, next_y = y.lanes & W, next_z = z.lanes & W;  // to the next vector
       const auto each_vector = [&](auto second_is_same) __attribute__((always_inline)) {
         const V same = load<T>(y.data);
@@ -320,15 +321,15 @@ class Evaluation {
           T* result = to + j * kRowTile;
 #pragma GCC unroll 4
           for (const T* const end = result + lanes; result != end; result += W, a += next_x, b += next_y, c += next_z) {
-            const V second = operands() < 2 ? V{} : second_is_same() ? same : load<T>(b);
+            const V second = kOperands < 2 ? V{} : second_is_same() ? same : load<T>(b);
             V of_vector;
-            f(of_vector, load<T>(a), second, operands() < 3 ? V{} : load<T>(c));
+            f(of_vector, load<T>(a), second, kOperands < 3 ? V{} : load<T>(c));
             store<T>(result, of_vector);
           }
         }
       };
       // Often the second operand is a constant, such as the scale. It stays in a register.
-      if (operands() > 1 && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
+      if (kOperands > 1 && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
       each_vector(std::false_type());
     };
     switch (op) {
