@@ -419,6 +419,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "setitem": (lambda s, b, h, i, j: VECTORS.__setitem__((0, 0), i), ("__setitem__ changes",)),
     "unknown": (lambda s, b, h, i, j: torch.erfinv(s), ("no erfinv", "attn_mask=")),
     "pow": (lambda s, b, h, i, j: s * (i ^ j) ** -2, ("pow", "positive constant")),
+    "vectors": (
+        lambda s, b, h, i, j: s - (VECTORS[i] - VECTORS[j]).abs().sum(),
+        ("no sub of a vector that depends on query and key", "more columns"),
+    ),
     "dot": (
         lambda s, b, h, i, j: s + torch.dot(VECTORS[i], VECTORS[j]),
         ("no dot", "more columns"),

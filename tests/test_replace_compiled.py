@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import torch_attn
 from _switch import Module, attend, builtin, exported, inputs, is_off, runs_attn
+from helpers import in_fresh_process
 from torch_attn import Replacement, replace_sdpa, replacing_sdpa
 
 pytestmark = [
@@ -72,6 +75,24 @@ def test_caches_on_disk() -> None:
             with replacing_sdpa():
                 assert executor.submit(ran_attn).result()
     torch.compiler.reset()
+
+
+def stored_and_found(folder: str, change: str) -> tuple[int, int]:
+    """How many graphs a new process finds on disk, and how many it compiles."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    if change:
+        torch.compiler.config._config["cache_key_tag"].default += change  # type: ignore[attr-defined]
+    torch.compile(torch_attn.sdpa, fullgraph=True)(*inputs())
+    counted = torch._dynamo.utils.counters["aot_autograd"]
+    return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
+
+
+def test_caches_on_disk_are_of_one_build(tmp_path: Path) -> None:
+    """A graph of another build may hold operators with other arguments."""
+    assert "torch_attn " in torch.compiler.config.cache_key_tag
+    assert in_fresh_process(stored_and_found, str(tmp_path), "") == (0, 1)
+    assert in_fresh_process(stored_and_found, str(tmp_path), "") == (1, 0)
+    assert in_fresh_process(stored_and_found, str(tmp_path), " of another build") == (0, 1)
 
 
 def test_decomposed_programs_keep_what_they_were_made_with() -> None:

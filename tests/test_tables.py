@@ -225,5 +225,5 @@ def test_errors_of_derivatives() -> None:
     table = torch.randn(9, dtype=torch.float64)
     output = torch_attn.flex_attention(*x, lambda s, b, h, i, j: s + table[i * j % 9])
     table.add_(1)
-    with pytest.raises(RuntimeError, match="backward reads a tensor that score_mod or .* again"):
+    with pytest.raises(RuntimeError, match=r"backward reads a tensor that score_mod or .* again"):
         output.sum().backward()  # type: ignore[union-attr]

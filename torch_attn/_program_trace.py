@@ -420,7 +420,7 @@ class Tracer(TorchFunctionMode):
             return result
         kind = together(values.values())
         if kind == PAIR:
-            self.unknown(name)
+            self.unknown(name, "vector" if any(x.shape for x in values.values()) else "value")
         self.check_gradients(name, values.values())
         numbers = [x.tensor for x in values.values()]
         dtype = None  # of the results of a lookup in a table of 16 bits
@@ -479,9 +479,9 @@ class Tracer(TorchFunctionMode):
                 "detach what is captured, and call PyTorch's own functions",
             )
 
-    def unknown(self, name: str) -> NoReturn:
+    def unknown(self, name: str, of: str = "value") -> NoReturn:
         self.fail(
-            f"there is no {name} of a value that depends on query and key at once",
+            f"there is no {name} of a {of} that depends on query and key at once",
             "compute it outside as a tensor and index it, bias[b, h, q_idx, kv_idx]; append "
             "captured vectors whose dot product is wanted to query and key, as more columns",
         )

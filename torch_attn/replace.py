@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -272,6 +273,20 @@ def register_with_torch() -> None:
         register("attn", register_fn=replace_sdpa)
 
 
+def mark_caches() -> None:
+    """Marks the keys of graphs on disk with the build; ``import torch_attn`` calls this.
+
+    Compiled graphs of training steps hold private operators. Without the mark, ``torch.compile``
+    would run graphs that another build has stored, whose operators have other arguments. The mark
+    is a default, so a ``cache_key_tag`` of the user takes its place.
+    """
+    names = ("forward", "backward", "tangent", "second")
+    schemas = "".join(str(getattr(torch.ops.attn, f"_sdpa_{x}").default._schema) for x in names)
+    setting = torch.compiler.config._config["cache_key_tag"]  # type: ignore[attr-defined]
+    mark = f"torch_attn {zlib.crc32(schemas.encode()):08x}"
+    setting.default = ", ".join(filter(None, (setting.default, mark)))
+
+
 _lock = threading.Lock()
 # Forking waits for the lock, because a child that is forked while another thread holds the lock
 # would wait for it forever.
@@ -302,7 +317,7 @@ def answered() -> int:
 
 class _Sdpa(Switch):
     def counts(self) -> tuple[int, int]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
                 "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
                 "would stay what they are now; read them around it"
