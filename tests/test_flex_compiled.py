@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention as of_torch
 
@@ -85,7 +86,24 @@ CASES: dict[str, Callable[[], Steps]] = {
     ),
     "ten temperatures": lambda: (
         step(lambda t: lambda s, b, h, i, j: torch.tanh(s / t) * t + (i - j) * t),
-        ((*qkv(), 0.5 + n) for n in range(10)),
+        ((*qkv(), 0.5 + n / 7) for n in range(12)),
+    ),
+    "ten bounds that are Python's, by keyword": lambda: (
+        step(lambda x: lambda s, b, h, i, j: s + (i - j).clamp(min=-x, max=x) + s.clamp(max=x)),
+        ((*qkv(), 3 + n) for n in range(10)),
+    ),
+    "ten temperatures by keyword": lambda: (
+        step(
+            lambda x: (
+                lambda s, b, h, i, j: (
+                    F.leaky_relu(s, negative_slope=x)
+                    + F.elu(s, alpha=x)
+                    + F.softplus(s, beta=x)
+                    + torch.add(s, i - j, alpha=x)
+                )
+            )
+        ),
+        ((*qkv(), 0.5 + n / 7) for n in range(12)),
     ),
     "ten document masks": lambda: (
         step(lambda ids: lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, -math.inf)),

@@ -318,3 +318,24 @@ def test_every_row_of_the_table_is_written_by_a_rule() -> None:
                     written.add((operation, f"{''.join(types[x] for x in of)}>{type_}"))
     # The grammar rounds no number to float32, because PyTorch would round its gradient, too.
     assert rows - written == {("float32", "f>f")}
+
+
+def test_derivatives_where_formulas_lose_them() -> None:
+    """Of atan2 where both numbers are 0 or have squares of 0, and of elu far below 0."""
+    query = torch.zeros(1, 1, 3, 8)
+    x = torch.tensor([0.0, 1e-30, -17.0]).repeat(3, 1).requires_grad_()
+    zero = torch.zeros(3, 3, requires_grad=True)
+
+    def polar(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + torch.atan2(zero[i, j], zero[i, j] * 1e-30)
+
+    lse: Any = torch_attn.flex_attention(query, query, query, polar, return_lse=True)
+    (grad,) = torch.autograd.grad(lse[1].sum(), zero)
+    assert (grad == 0).all()
+    lse = torch_attn.flex_attention(
+        query, query, query, lambda s, b, h, i, j: s + F.elu(x[i, j]) * (i == j), return_lse=True
+    )
+    (found,) = torch.autograd.grad(lse[1].sum(), x, retain_graph=True)
+    full = F.elu(x) * torch.eye(3)
+    (expected,) = torch.autograd.grad(full.logsumexp(-1).sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

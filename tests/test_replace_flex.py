@@ -390,6 +390,24 @@ def _forgotten() -> Iterator[None]:
     _replace_flex._code.cache_clear()
 
 
+def test_code_that_replaces_the_function_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only PyTorch's own function is changed, and changed back."""
+    code = before.__code__
+    mine = lambda *args, **kwargs: before(*args, **kwargs)  # noqa: E731
+    own = mine.__code__
+    with replacing_flex():
+        before(*inputs())
+        monkeypatch.setattr(of_torch, "flex_attention", mine)
+    assert (before.__code__, mine.__code__) == (code, own)
+
+
+def test_masks_of_more_entries_and_heads() -> None:
+    larger = create_block_mask(causal, 3, 5, L, L, device="cpu", BLOCK_SIZE=16)
+    expected = before(*inputs(), None, larger)
+    with replacing_flex():
+        torch.testing.assert_close(before(*inputs(), None, larger), expected)
+
+
 @pytest.mark.usefixtures("_forgotten")
 def test_a_release_that_the_switch_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def more(query: Any, key: Any, value: Any, score_mod: Any = None, sinks: Any = None) -> None:
@@ -397,12 +415,12 @@ def test_a_release_that_the_switch_does_not_know(monkeypatch: pytest.MonkeyPatch
 
     wrapped = functools.wraps(before)(lambda *args, **kwargs: before(*args, **kwargs))
     for theirs, problem in ((more, "attn does not know: sinks"), (wrapped, "is wrapped")):
-        monkeypatch.setattr(of_torch, "flex_attention", theirs)
+        monkeypatch.setattr(_replace_flex, "_theirs", theirs)
         code = theirs.__code__
-        with pytest.raises(
-            RuntimeError, match=rf"replace_flex: flex_attention of torch .*{problem}"
-        ):
-            torch_attn.replace_flex()
+        for replace in (torch_attn.replace_flex, lambda: torch_attn.replace_sdpa(flex=True)):
+            with pytest.raises(RuntimeError, match=rf"flex_attention of torch .*{problem}"):
+                replace()
+            assert not torch_attn.sdpa_is_replaced()
         assert theirs.__code__ is code
         assert not torch_attn.flex_is_replaced()
 

@@ -569,12 +569,14 @@ def _leaky_relu(
 
 
 def _elu(
-    ops: List, input: Value, alpha: float = 1, inplace: bool = False, *, scale: float = 1
+    ops: List, input: Value, alpha: Any = 1, inplace: bool = False, *, scale: float = 1
 ) -> Value:
-    below = ops.of("mul", ops.of("expm1", input), alpha * scale)
+    factor = ops.of("mul", alpha, scale) if type(alpha) is Value else alpha * scale
+    below = ops.of("mul", ops.of("expm1", input), factor)
     above = ops.of("mul", input, scale)
-    if alpha != 1:  # at 0 the gradient is that of the other side, and the second derivative is 0
-        at_0 = ops.of("mul", input, alpha * scale)
+    if type(alpha) is Value or alpha != 1:
+        # PyTorch's gradient at 0 is alpha * scale, as below 0, and its second derivative is 0.
+        at_0 = ops.of("mul", input, factor)
         above = _where(ops, ops.of("gt", input, 0), above, at_0)
     return _where(ops, ops.of("lt", input, 0), below, above)
 

@@ -183,7 +183,9 @@ class Tracer(TorchFunctionMode):
         device = self.device  # as in index()
 
         def make() -> Tensor:
-            return torch.scalar_tensor(number, dtype=dtype, device=device).view(1, 1, 1)
+            # A product, because torch.compile would make a graph for each float of scalar_tensor().
+            ones = torch.ones(1, 1, 1, dtype=dtype, device=device)
+            return ones.mul(number)
 
         return self.list.value(HEAD, dtype, make, number=number)
 
@@ -255,6 +257,7 @@ class Tracer(TorchFunctionMode):
         """Computes an elementwise function. The list `of` has all Values among the arguments."""
         if self.list.compiling:
             values = list(map(self.symbolic, values))
+            named = {name: self.symbolic(x) for name, x in named.items()}
         kind = together(of) if len(of) > 1 else of[0].kind
         whole = of[0].type == "i" and of[-1].type == "i"
         affine = self.affine(name, values) if whole and name in _AFFINE and not named else None

@@ -92,7 +92,8 @@ def replacing_flex() -> Iterator[Replacement]:
 def restore_flex() -> None:
     """Turns the switch of :func:`replace_flex` off, whatever code turned it on.
 
-    It removes every handle that is on. It warns of each handle whose `calls` is 0. If the switch is
+    It removes every handle of this switch. A handle of ``replace_sdpa(flex=True)`` still replaces
+    ``F.scaled_dot_product_attention``. It warns of each handle whose `calls` is 0. If the switch is
     off, it does nothing.
 
     Raises:
@@ -125,7 +126,7 @@ class _Flex(Switch):
         return calls_of("FlexAttention"), calls_of("FlexAttention, left to PyTorch")
 
     def turn(self, on: bool) -> None:
-        of_torch.flex_attention.__code__ = _code() if on else original.__code__
+        _theirs.__code__ = _code() if on else original.__code__
 
 
 FLEX = _Flex("torch.nn.attention.flex_attention.flex_attention")
@@ -142,21 +143,21 @@ def _copy(function: Any) -> Any:
     return own
 
 
-# PyTorch's function. This module is imported before the switch is first on.
-original = _copy(of_torch.flex_attention)
+# PyTorch's function, and a copy of it. This module is imported before the switch is first on.
+_theirs: Any = of_torch.flex_attention
+original = _copy(_theirs)
 
 
 @functools.cache
 def _code() -> CodeType:
     """The code that calls _answer() with all arguments of PyTorch's function, by their names."""
-    theirs: Any = of_torch.flex_attention
     ours = inspect.signature(flex_attention).parameters
-    if type(theirs) is not FunctionType or theirs.__closure__ or hasattr(theirs, "__wrapped__"):
+    if type(_theirs) is not FunctionType or _theirs.__closure__ or hasattr(_theirs, "__wrapped__"):
         problem = "is wrapped by another function"
-    elif unknown := [name for name in inspect.signature(theirs).parameters if name not in ours]:
+    elif unknown := [name for name in inspect.signature(_theirs).parameters if name not in ours]:
         problem = f"has arguments that attn does not know: {', '.join(unknown)}"
     else:
-        parameters = inspect.signature(theirs).parameters.values()
+        parameters = inspect.signature(_theirs).parameters.values()
         given = [inspect.Parameter(p.name, p.kind) for p in parameters]
         names = ", ".join(f"{p.name}={p.name}" for p in given)
         text = f"def flex_attention{inspect.Signature(given)}:\n"
@@ -202,6 +203,8 @@ def _answer(query: Any, key: Any, value: Any, **more: Any) -> Any:
     _warn_once(more["score_mod"], more["block_mask"], reason)
     try:
         return original(query, key, value, **more)
+    except ValueError:  # of PyTorch's checks of shapes
+        raise
     except Exception as error:
         raise reason from error
 
@@ -211,7 +214,7 @@ _warned: set[Any] = set()
 
 def _warn_once(score_mod: Any, block_mask: Any, reason: UnsupportedError) -> None:
     mask_mod = getattr(block_mask, "mask_mod", None)
-    key = tuple(getattr(f, "__code__", type(f)) for f in (score_mod, mask_mod))
+    key = (str(reason), *(getattr(f, "__code__", type(f)) for f in (score_mod, mask_mod)))
     if key not in _warned:
         _warned.add(key)
         warnings.warn(f"{reason}. PyTorch's FlexAttention computes this call", stacklevel=4)

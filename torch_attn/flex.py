@@ -249,6 +249,8 @@ def _parts(
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, count)
         states = torch.where(full & ~partial, 2, states)
+    batch = max(query.size(0), key.size(0))  # a mask may have more entries and heads
+    states = states[:batch, : query.size(1)]
     return (
         states[..., : -(-lengths[0] // rows), :].to(torch.uint8),
         (rows, keys),

@@ -310,7 +310,7 @@ def prefix(lengths: Tensor) -> MaskMod:
 
 
 def neighbourhood(
-    shape: tuple[int, ...],
+    shape: int | tuple[int, ...],
     window: int | tuple[int | None, ...],
     *,
     stride: int | tuple[int, ...] = 1,
@@ -341,6 +341,7 @@ def neighbourhood(
         >>> torch_attn.flex_attention(x, x, x, block_mask=mask_mod).shape
         torch.Size([1, 8, 42, 16])
     """
+    shape = (shape,) if isinstance(shape, int) else shape
     of_axis: list[tuple[Any, ...]] = []
     for name, x in (
         ("window", window),

@@ -65,8 +65,12 @@ class Replacement:
     def __init__(self, *switches: Switch) -> None:
         self._at_start: dict[Switch, tuple[int, int]] = {}
         self._at_end: dict[Switch, tuple[int, int]] = {}
-        for switch in switches:
-            _turn(switch, self, on=True)
+        try:
+            for switch in switches:
+                _turn(switch, self, on=True)
+        except BaseException:
+            self._take_back()
+            raise
 
     def remove(self) -> None:
         """Turns the switch off, unless another handle keeps it on. A second call does nothing.
@@ -273,12 +277,13 @@ def register_with_torch() -> None:
         register("attn", register_fn=replace_sdpa)
 
 
-def mark_caches() -> None:
+def mark_build() -> None:
     """Marks the keys of graphs on disk with the build; ``import torch_attn`` calls this.
 
     Compiled graphs of training steps hold private operators. Without the mark, ``torch.compile``
     would run graphs that another build has stored, whose operators have other arguments. The mark
-    is a default, so a ``cache_key_tag`` of the user takes its place.
+    is a default of torch's, so a ``cache_key_tag`` of the user takes its place. It is part of the
+    keys of all graphs of a process that imports this package.
     """
     names = ("forward", "backward", "tangent", "second")
     schemas = "".join(str(getattr(torch.ops.attn, f"_sdpa_{x}").default._schema) for x in names)
@@ -328,7 +333,7 @@ class _Sdpa(Switch):
     add = staticmethod(torch.ops.attn._replace_sdpa)
 
     def turn(self, on: bool) -> None:
-        _mark_caches(on)
+        _mark_switch(on)
 
     def turned(self) -> None:
         if "torch._dynamo" in sys.modules:
@@ -377,7 +382,7 @@ def _turn(switch: Switch, handle: Replacement, on: bool) -> bool:
 _mark_before: Any = None
 
 
-def _mark_caches(on: bool) -> None:
+def _mark_switch(on: bool) -> None:
     """While the switch is on, marks the keys under which compiled graphs are stored on disk.
 
     Without the mark, a key would be the same with and without the switch, because a key depends

@@ -58,12 +58,12 @@ ATTN_OPERATION(fnma, "", "fff>f", c - a * b, anything)
 // Functions, from exp to tanh, which cost more than a product (kept_value() in operators/program.cpp)
 ATTN_OPERATION(exp, "exp", "f>f", exp_of_any<T>(a), anything, n)
 ATTN_OPERATION(exp2, "exp2", "f>f", exp2_of_any<T>(a), anything, n * 0.69314718055994530942)
-ATTN_OPERATION(expm1, "expm1", "f>f", (in_double<expm1_in_double, T>(a)), anything, n + 1)
+ATTN_OPERATION(expm1, "expm1", "f>f", (in_double<expm1_in_double, T>(a)), anything, exp(a))
 ATTN_OPERATION(log, "log", "f>f", (in_double<log_in_double, T>(a)), anything, 1 / a)
 ATTN_OPERATION(log1p, "log1p", "f>f", (in_double<log1p_in_double, T>(a)), anything, 1 / (1 + a))
 ATTN_OPERATION(log2, "log2", "f>f", (in_double<log2_in_double, T>(a)), anything, 1.4426950408889634074 / a)
 ATTN_OPERATION(log10, "log10", "f>f", by_lane<T>(::log10, a), anything, 0.43429448190325182765 / a)
-// At a = 0, x^0 does not change with its exponent.
+// Where a = 0 and b >= 0, PyTorch's derivative by b is 0, and n log(a) would be NaN.
 ATTN_OPERATION(pow, "pow", "ff>f", by_lane<T>(::pow, a, b), anything,
                times(b, pow(a, b - 1)), where((a == 0) & (0 <= b), 0, times(n, log(a))))
 ATTN_OPERATION(erf, "erf", "f>f", (in_double<erf_in_double, T>(a)), anything, 1.1283791670955125739 * exp(-(a * a)))
@@ -75,7 +75,7 @@ ATTN_OPERATION(asin, "asin", "f>f", by_lane<T>(::asin, a), anything, 1 / sqrt(1 
 ATTN_OPERATION(acos, "acos", "f>f", by_lane<T>(::acos, a), anything, -(1 / sqrt(1 - a * a)))
 ATTN_OPERATION(atan, "atan", "f>f", by_lane<T>(::atan, a), anything, 1 / (a * a + 1))
 ATTN_OPERATION(atan2, "atan2", "ff>f", by_lane<T>(::atan2, a, b), anything,
-               b * (1 / (a * a + b * b)), -a * (1 / (a * a + b * b)))
+               where(a * a + b * b == 0, 0, b / (a * a + b * b)), where(a * a + b * b == 0, 0, -a / (a * a + b * b)))
 ATTN_OPERATION(sinh, "sinh", "f>f", by_lane<T>(::sinh, a), anything, cosh(a))
 ATTN_OPERATION(cosh, "cosh", "f>f", by_lane<T>(::cosh, a), anything, sinh(a))
 ATTN_OPERATION(asinh, "asinh", "f>f", by_lane<T>(::asinh, a), anything, 1 / sqrt(a * a + 1))
