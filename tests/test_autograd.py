@@ -120,7 +120,7 @@ def test_input_changed_before_backward_is_noticed(tensor: str) -> None:
     output = torch_attn.sdpa(*inputs)
     with torch.no_grad():
         (output if tensor == "output" else getattr(inputs, tensor)).add_(1)
-    message = rf"modified by an inplace operation.* backward reads {tensor} .* {tensor}.clone\(\)"
+    message = rf"modified by an inplace operation.* backward reads {tensor} again.* clone\(\)"
     with pytest.raises(RuntimeError, match=message):
         output.backward(torch.ones_like(output))
 
@@ -139,7 +139,7 @@ def test_a_boolean_mask_that_layers_share_is_refilled() -> None:
             x = x + attend(x, mask)
         return torch.autograd.grad(x.sum(), given)[0]
 
-    with pytest.raises(RuntimeError, match=r"backward reads attn_mask .* attn_mask.clone\(\)"):
+    with pytest.raises(RuntimeError, match=r"backward reads attn_mask again.* clone\(\)"):
         gradient(lambda x, mask: torch_attn.sdpa(x, x, x, mask))
     expected = gradient(lambda x, mask: reference.sdpa(x, x, x, mask.clone()))
     copied = gradient(lambda x, mask: torch_attn.sdpa(x, x, x, mask.clone()))
