@@ -320,6 +320,7 @@ def test_every_row_of_the_table_is_written_by_a_rule() -> None:
     assert rows - written == {("float32", "f>f")}
 
 
+@pytest.mark.usefixtures("cpu_capability")
 def test_derivatives_where_formulas_lose_them() -> None:
     """Of atan2 where both numbers are 0 or have squares of 0, and of elu far below 0."""
     query = torch.zeros(1, 1, 3, 8)

@@ -438,14 +438,15 @@ def test_switching_in_a_compiled_function() -> None:
 
 def test_threads() -> None:
     """Others call while one switches: each call is one of the two functions, whole."""
-    expected = before(*inputs(), near)
+    x = inputs()
+    expected = before(*x, near)
     failures: list[Any] = []
     stop = threading.Event()
 
     def call() -> None:
         while not stop.is_set():
             try:
-                torch.testing.assert_close(before(*inputs(), near), expected)
+                torch.testing.assert_close(before(*x, near), expected)
             except Exception as error:
                 failures.append(error)
 
