@@ -144,7 +144,9 @@ class WithTables(nn.Module):
         self.tables = nn.ParameterList(t.detach().float() for t in tables_of(number))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = torch_attn.flex_attention(q, k, v, score_of([*self.tables]))
+        found = torch_attn.flex_attention(
+            q, k, v, score_of([self.tables[n] for n in range(len(self.tables))])
+        )
         assert isinstance(found, Tensor)
         return found
 
