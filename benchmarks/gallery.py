@@ -6,8 +6,8 @@ other ways to compute the same: a floating bias for sdpa, and PyTorch's compiled
 times alternate in one process. To compile FlexAttention twelve times takes most of the run.
 
 ``--no-times`` measures nothing and leaves the times of the page as they are. ``--only NAME`` draws
-and measures one function. It prints the times and leaves those of the page as they are, so that
-all times of the page are from one run.
+and measures one function, and prints its times. The page keeps its old times, because all times of
+the page are from one run.
 """
 
 from __future__ import annotations
@@ -607,7 +607,8 @@ ENTRIES = {
 
 HIDDEN: Arguments = {"facecolor": "0.88", "edgecolor": "0.6", "hatch": "////", "linewidth": 0}
 VISIBLE, MARK = PALETTE[5], PALETTE[2]
-# Of a picture, of a panel, and between panels, in inches. A cell has 10 x 10 pixels.
+# In inches: the width of a picture, the side of a panel, the gap between panels. A cell has 10 x 10
+# pixels.
 WIDTH, SIDE, GAP = 6.0, 2.4, 0.62
 DPI = 200
 SCALE = mpl.colormaps["PuOr_r"].resampled(33)

@@ -37,7 +37,7 @@ ATTN_OPERATION(sqrt, "sqrt", "f>f", square_roots<T>(a), anything, 0.5 / n)
 ATTN_OPERATION(floor, "floor", "f>f", floors<T>(a), anything)
 ATTN_OPERATION(trunc, "trunc", "f>f", towards_0<T>(a), anything)
 ATTN_OPERATION(round, "round", "f>f", nearest<T>(a), anything)  // half to even
-// As PyTorch's, to the bit: from the exact remainder. The remainder has the sign of the divisor, fmod that of a.
+// All three have PyTorch's bits, because they use the exact remainder. remainder has the sign of b, fmod that of a.
 ATTN_OPERATION(floor_divide, "floor_divide", "ff>f",
                each_lane<T>(a, b, [](T x, T y) { return floor_quotient_of(x, y); }), anything)
 ATTN_OPERATION(remainder, "remainder", "ff>f",
@@ -48,7 +48,7 @@ ATTN_OPERATION(fmod, "fmod", "ff>f",
 ATTN_OPERATION(to_float32, "float32", "f>f", (rounded_to<float, T>(a)), anything, 1)
 ATTN_OPERATION(to_float16, "float16", "f>f", (rounded_to<Half, T>(a)), anything, 1)
 ATTN_OPERATION(to_bfloat16, "bfloat16", "f>f", (rounded_to<BFloat16, T>(a)), anything, 1)
-// Of derivatives: 0 if a is 0, whatever b is.
+// Derivatives multiply by this: the result is 0 if a is 0, whatever b is.
 ATTN_OPERATION(times, "", "ff>f", (a == V{} ? V{} : a * b), anything, b, a)
 // What program_schedule.cpp makes of a product and a sum.
 ATTN_OPERATION(fma, "", "fff>f", a * b + c, anything)

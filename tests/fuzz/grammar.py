@@ -100,7 +100,7 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
             *("sinh", "cosh"),
         )
     },
-    # Of numbers without rounding errors, which these functions would make larger.
+    # Their operands are exact, because these functions would make rounding errors larger.
     **{
         name: ("e>f", [f"torch.{name}({{0}})", f"{{0}}.{name}()"]) for name in ("sin", "cos", "tan")
     },

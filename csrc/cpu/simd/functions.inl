@@ -1,7 +1,7 @@
-// Logarithms, sines, exponentials near 0 and error functions of vectors, within 3 ulp of float64.
+// Logarithms, sines, exponentials near 0 and error functions of vectors, within 5 ulp of float64.
 //
-// Numbers of type float are computed in double, too, which leaves hardly more than the last rounding. The polynomials
-// of logarithms and sines, and the parts of pi / 2, are those of FreeBSD's msun.
+// Numbers of type float are computed in double, too, which leaves hardly more than the last rounding. FreeBSD's
+// library msun has the same polynomials of logarithms and sines, and the same parts of pi / 2.
 #pragma once
 
 #include "cpu/simd/exp.inl"
