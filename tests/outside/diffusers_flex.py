@@ -6,7 +6,8 @@
 the installed diffusers. Its TrainingTesterMixin runs on Kandinsky 6 SR, whose own test diffusers
 skips on a CPU, and on AnyFlow FAR, whose own test fails there. Then the script
 compares the gradients of all parameters of each model with those of PyTorch's function. PyTorch's
-check that refuses derivatives on a CPU is off there. diffusers' tests import accelerate. The result is results/diffusers_flex.txt.
+check that refuses derivatives on a CPU is off there. diffusers' tests import accelerate. The result
+is results/diffusers_flex.txt.
 `--plant output` (or `scores`) spoils torch_attn: the comparisons have to fail.
 """
 
