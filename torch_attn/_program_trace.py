@@ -303,6 +303,10 @@ class Tracer(TorchFunctionMode):
             self.check_gradients(function.__name__, of)
             numbers = {n: _numbers(x) for n, x in named.items() if n != "inplace"}
             made = function(*map(_numbers, values), **numbers)
+            if made.dtype == self.list.dtype and any(_unrounded(x) is not _numbers(x) for x in of):
+                # The same numbers, and a lookup sums their gradients before it rounds them.
+                numbers = {n: _unrounded(x) for n, x in named.items() if n != "inplace"}
+                made = function(*map(_unrounded, values), **numbers)
             found = self.computed[key] = self.list.value(kind, made.dtype)
             found.made = made
             found.constant = all(x.constant for x in of if type(x) is Value)
@@ -430,7 +434,7 @@ class Tracer(TorchFunctionMode):
         if func in _LOOKUPS and kwargs.get("max_norm") is None:
             tables = [x for x in (*given, *numbers) if self.wide(x) is not x]
             dtype = tables[0].dtype if tables else None
-            numbers = list(map(self.wide, numbers))
+            numbers = [self.wide(_unrounded(x)) for x in values.values()]
             flat = [self.wide(x) if isinstance(x, Tensor) else x for x in flat]
 
         def function(*numbers: Tensor) -> Any:
@@ -530,6 +534,11 @@ def _numbers(x: Any) -> Any:
     return x if type(x) is not Value else x.tensor if x.number is None else x.number
 
 
+def _unrounded(x: Any) -> Any:
+    numbers = _numbers(x)
+    return numbers if type(x) is not Value or x.unrounded is None else x.unrounded
+
+
 _HERE = tuple(os.path.dirname(os.path.abspath(x)) + os.sep for x in (__file__, torch.__file__))
 
 
@@ -604,7 +613,11 @@ _LIKE = _named(
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_tensor new_zeros",
 )
 # Functions that read some numbers of a tensor, chosen by whole numbers.
-_LOOKUPS = _named(_HOLDERS, "index_select gather take take_along_dim embedding")
+_LOOKUPS = _named(  # choose numbers, and compute none
+    _HOLDERS,
+    "index_select gather take take_along_dim embedding __getitem__ select squeeze unsqueeze view "
+    "reshape flatten unbind",
+)
 _READS = _named(
     _HOLDERS,
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __iter__ "
