@@ -13,7 +13,21 @@ namespace {
 
 using at::Tensor;
 
-void check(Error error) { TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error); }
+// The capability whose kernels run: the device's, or less if ATTN_CUDA_CAPABILITY says so.
+int chosen_capability(int of_device) {
+  static const char* const given = std::getenv("ATTN_CUDA_CAPABILITY");
+  if (!given || !*given) return of_device;
+  char* end = nullptr;
+  const int64_t chosen = std::strtol(given, &end, 10);
+  TORCH_CHECK(*end == 0 && chosen >= 80 && chosen < 1000, "attn: ATTN_CUDA_CAPABILITY is '", given,
+              "'; it must be a compute capability as one number, 80 for 8.0");
+  return static_cast<int>(smaller(chosen, of_device));
+}
+
+void check(Error error) {
+  TORCH_CHECK(!error, "attn: a CUDA kernel could not be launched: ", error,
+              ". With ATTN_CUDA_CAPABILITY=80 in the environment, calls take the kernels of all GPUs since 8.0");
+}
 
 // The kernels need a GPU of the generation Ampere or later. On an earlier GPU, replace.cpp leaves calls of torch's
 // operator to torch's own kernels, and a call of our operators is an error. A capability of 0 passes, because tensors
@@ -29,6 +43,7 @@ struct OnDeviceOf : OnDevice {
     TORCH_CHECK(runs_on(device), "attn: query is on ", device, ", a GPU of compute capability ",
                 compute_capability(device) / 10, ".", compute_capability(device) % 10,
                 "; it must be 8.0 (Ampere) or higher");
+    capability = chosen_capability(compute_capability(device));
   }
 };
 
@@ -98,9 +113,9 @@ Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_vectors(p, query);
-  plan_forward(p, device.multiprocessors);
+  plan_forward(p, device);
   const auto partial = allocate_splits(p, query);
-  check(launch_forward(p, device.stream));
+  check(launch_forward(p, device));
 }
 
 void run_backward(BackwardParams& p, const Tensor& query) {

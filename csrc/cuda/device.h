@@ -39,7 +39,7 @@ inline int compute_capability(c10::Device device) {
 }
 
 // Makes a device the current device while this object lives.
-class OnDevice {
+class OnDevice : public Gpu {
  public:
   explicit OnDevice(c10::Device device) : guard_(device) {
     int value = 0;
@@ -47,9 +47,6 @@ class OnDevice {
     multiprocessors = value;
     stream = c10::cuda::getCurrentCUDAStream();
   }
-
-  int64_t multiprocessors;
-  Stream stream;
 
  private:
   c10::cuda::CUDAGuard guard_;

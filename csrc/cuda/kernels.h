@@ -32,6 +32,11 @@ constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // The number of rows of a block, which has four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
+// The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two stages
+// of 80 keys.
+constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : 128; }
+constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : 80; }
+
 // Calls f.template operator()<kDim>() with the padded head size.
 template <class F>
 Error with_padded_dim(int64_t dim, F f) {
@@ -42,6 +47,10 @@ Error with_padded_dim(int64_t dim, F f) {
 // S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
+
+// On Hopper. The files of instances/ that instantiate it are traps for any other device.
+template <class S, int kDim, bool kPaged>
+Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu);
 
 // Computes grad_query, grad_key, grad_value, and grad_mask unless grad_mask is summed over rows. `delta` must have been
 // written before.

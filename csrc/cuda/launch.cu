@@ -98,48 +98,74 @@ bool uses_mma(const Problem& p) {
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Returns an upper bound on the number of keys that the rows of a task see. Counts keys from the start of a tile,
-// because splits begin at the start of a tile (Task::set()). Does not read offsets and lengths, because only the device
-// knows them.
-static int64_t keys_to_split(const RowParams& p) {
+// Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
+// dropout, a cap and ALiBi take the kernels of all GPUs. So do few rows, whose keys those kernels cut into splits, and
+// pages, but not within Problem::invariant, because a row's bits must not depend on either.
+bool uses_wgmma(const Problem& p, const Gpu& gpu) {
+#ifdef ATTN_SM90A
+  constexpr int64_t kFewRows = 64;
+  return gpu.capability == 90 && uses_mma(p) && !is_general(p) &&
+         (p.invariant || (p.rows() > kFewRows && !p.paging.table));
+#else
+  return false;
+#endif
+}
+
+// Returns an upper bound on the number of keys that the rows of a task see. Counts keys from the start of a tile of
+// `tile` keys, because splits begin at the start of a tile (Task::set()). Does not read offsets and lengths, because
+// only the device knows them.
+static int64_t keys_to_split(const RowParams& p, int64_t tile = kKeysPerTile) {
   // See positions_of_rows().
   const bool share_tiles = p.queries % p.rows_per_task != 0 && !heads_apart(p, p.queries, p.rows_per_task);
   const bool heads_meet = p.group > 1 && (p.sequences > 0 || share_tiles);
   const int64_t rows = heads_meet ? p.queries : smaller(p.rows_per_task, p.queries);
-  const int64_t keys = smaller(p.keys, most_keys(p, rows) + kKeysPerTile - 1);
+  const int64_t keys = smaller(p.keys, most_keys(p, rows) + tile - 1);
   if (p.visibility.offsets || p.visibility.key_lengths) return keys;
   return smaller(keys, visible_keys(sequence_of(p, 0), {0, p.queries}).last);
 }
 
-void plan_forward(ForwardParams& p, int64_t multiprocessors) {
+void plan_forward(ForwardParams& p, const Gpu& gpu) {
+  const int64_t dim = larger(p.head_dim, p.value_dim);
+  const bool on_hopper = uses_wgmma(p, gpu);
+  const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
   p.rows_per_task = kSimtTile;
-  if (uses_mma(p)) {
-    const int tiles = forward_mma_tiles(larger(p.head_dim, p.value_dim));
-    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? tiles : 1);
-  }
-  const int64_t keys = keys_to_split(p);
-  p.keys_per_split = round_up(larger(1, keys), kKeysPerTile);
+  if (on_hopper)
+    p.rows_per_task = forward_wgmma_rows(dim);
+  else if (uses_mma(p))
+    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? forward_mma_tiles(dim) : 1);
+  const int64_t keys = keys_to_split(p, tile);
+  p.keys_per_split = round_up(larger(1, keys), tile);
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
   // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. Twice as many blocks are
-  // wanted then, because more blocks, each with less to do, keep more reads under way. With splits the bits of a row
+  // wanted then, because more blocks, each with less to do, keep more reads under way. On Hopper a multiprocessor runs
+  // one block at a time, and a second wave of blocks would cost more than splits gain. With splits the bits of a row
   // depend on the rest of the batch, so Problem::invariant forbids splits. Without splits, rows_per_task changes no
   // bits.
-  const int64_t wanted = (p.row_tasks() == 1 ? 4 : 2) * multiprocessors, enough_keys = 4 * kKeysPerTile;
+  const int64_t at_a_time = on_hopper ? 1 : p.row_tasks() == 1 ? 4 : 2;
+  const int64_t wanted = at_a_time * gpu.multiprocessors, enough_keys = 4 * tile;
   if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
-  const int64_t splits = smaller(divide_up(wanted, p.tasks()), keys / enough_keys);
-  p.keys_per_split = round_up(divide_up(keys, splits), kKeysPerTile);
+  const int64_t most = on_hopper ? wanted / p.tasks() : divide_up(wanted, p.tasks());
+  const int64_t splits = smaller(most, keys / enough_keys);
+  if (splits < 2) return;
+  p.keys_per_split = round_up(divide_up(keys, splits), tile);
   p.splits = divide_up(keys, p.keys_per_split);
 }
 
-Error launch_forward(const ForwardParams& p, Stream stream) {
-  const auto on_tensor_cores = [&]<class S, int kDim>() {
-    return p.paging.table ? launch_forward_mma<S, kDim, true>(p, stream)
-                          : launch_forward_mma<S, kDim, false>(p, stream);
+Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
+  const auto on_tensor_cores = [&]<class S, int kDim, bool kPaged>() {
+#ifdef ATTN_SM90A
+    if (uses_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
+#endif
+    return launch_forward_mma<S, kDim, kPaged>(p, gpu.stream);
   };
-  const Error error = uses_mma(p) ? with_mma(p, on_tensor_cores)
-                                  : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, stream); });
+  const auto with_pages = [&]<class S, int kDim>() {
+    return p.paging.table ? on_tensor_cores.template operator()<S, kDim, true>()
+                          : on_tensor_cores.template operator()<S, kDim, false>();
+  };
+  const Error error = uses_mma(p) ? with_mma(p, with_pages)
+                                  : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, gpu.stream); });
   if (error || p.splits == 1) return error;
-  return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, stream); });
+  return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, gpu.stream); });
 }
 
 void plan_backward(BackwardParams& p, int64_t multiprocessors) {

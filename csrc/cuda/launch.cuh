@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <string>
 #include <type_traits>
 
 #include "cuda/launch.h"
@@ -25,12 +26,23 @@ __device__ __forceinline__ int64_t block_number() { return blockIdx.x + static_c
 // need.
 struct Nothing {};
 
-// Shared: the struct of everything that a block keeps in shared memory. It must fit into a block's shared memory on
-// every supported device. No member of Shared may be [[no_unique_address]], because nvcc 13.0 then puts members of
-// derived structs beyond the size that sizeof() returns.
-template <class Shared, class Params>
+// The most shared memory of a block: on every supported device (sm_86 and sm_89 have the least), and on Hopper.
+constexpr size_t kMostShared = 99 << 10, kMostSharedOfHopper = 227 << 10;
+
+// A type's name, for messages.
+template <class T>
+std::string name_of() {
+  const std::string all = __PRETTY_FUNCTION__;
+  const size_t begin = all.find("T = ") + 4;
+  return all.substr(begin, all.find_first_of(";]", begin) - begin);
+}
+
+// Shared: the struct of everything that a block keeps in shared memory. No member of Shared may be
+// [[no_unique_address]], because nvcc 13.0 then puts members of derived structs beyond the size that sizeof() returns.
+// Name: a type that messages name.
+template <class Shared, size_t kMost = kMostShared, class Name = Shared, class Params>
 [[nodiscard]] Error launch(void (*kernel)(Params), const Params& p, int64_t blocks, int threads, Stream stream) {
-  static_assert(sizeof(Shared) <= 99 << 10, "the shared memory of a block on sm_86 and sm_89");
+  static_assert(sizeof(Shared) <= kMost);
   constexpr size_t kAlwaysThere = 48 << 10;
   constexpr size_t shared_bytes = std::is_empty_v<Shared> ? 0 : sizeof(Shared);
   if (blocks == 0) return nullptr;
@@ -47,7 +59,10 @@ template <class Shared, class Params>
   }
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, else a later check would report it
-  return cudaGetErrorString(error);
+  static thread_local std::string message;
+  message = name_of<Name>() + " with " + std::to_string(threads) + " threads and " + std::to_string(shared_bytes) +
+            " bytes of shared memory: " + cudaGetErrorString(error);
+  return message.c_str();
 }
 
 // Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks is the number of blocks whose
@@ -60,7 +75,16 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks) run_block(c
 }
 template <class Kernel, class Params>
 [[nodiscard]] Error launch_blocks(const Params& p, Stream stream) {
-  return launch<typename Kernel::Shared>(run_block<Kernel, Params>, p, Kernel::blocks(p), Kernel::kThreads, stream);
+  return launch<typename Kernel::Shared, kMostShared, Kernel>(run_block<Kernel, Params>, p, Kernel::blocks(p),
+                                                              Kernel::kThreads, stream);
+}
+// The same for a Kernel whose block `number` also does the work of the blocks number + k gridDim, so that there are as
+// many blocks as multiprocessors.
+template <class Kernel, class Params>
+[[nodiscard]] Error launch_persistent(const Params& p, const Gpu& gpu) {
+  const int64_t blocks = smaller(Kernel::blocks(p), larger(1, gpu.multiprocessors));
+  return launch<typename Kernel::Shared, kMostSharedOfHopper, Kernel>(run_block<Kernel, Params>, p, blocks,
+                                                                      Kernel::kThreads, gpu.stream);
 }
 
 }  // namespace attn::cuda

@@ -8,8 +8,15 @@ struct CUstream_st;
 namespace attn::cuda {
 
 using Stream = CUstream_st*;
-// What a launch returns: null, or CUDA's description of the error.
+// What a launch returns: null, or a description of the error that holds until the thread's next launch.
 using Error = const char*;
+
+// The current device, and the stream that launches go to.
+struct Gpu {
+  int64_t multiprocessors = 0;
+  int capability = 0;  // of which kernels are chosen: 90 is 9.0
+  Stream stream = nullptr;
+};
 
 // The seed or the offset of a generator. Its value is `number`. While a graph is captured, its value is `number` +
 // *pointer, and *pointer is known only when the graph runs.
@@ -22,6 +29,10 @@ struct RngNumber {
 // grad_output and the mask in vectors (in_vectors()). If each row of the mask has one number for all keys (`col` is 0),
 // the row is a single vector that repeats this number.
 bool uses_mma(const Problem& p);
+
+// Whether Hopper's tensor cores compute the forward. Within Problem::invariant it depends on the dtype, the sizes of a
+// head, the options and the device alone.
+bool uses_wgmma(const Problem& p, const Gpu& gpu);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
 ATTN_INLINE constexpr int64_t vector_of(const Operand& x) { return x.dtype == DType::boolean ? 2 * kVector : kVector; }
@@ -36,11 +47,11 @@ ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_
 // Every plan_*() and launch_*() takes a complete Problem: its sizes, `group` and `span` are set, and its operands are
 // on the current device. Launches return before the kernels have run, and allocate nothing.
 
-// Sets rows_per_task, splits and keys_per_split for a device with this number of multiprocessors. If splits > 1, the
-// caller then allocates partial_output and partial_logsumexp.
-void plan_forward(ForwardParams& p, int64_t multiprocessors);
+// Sets rows_per_task, splits and keys_per_split. If splits > 1, the caller then allocates partial_output and
+// partial_logsumexp.
+void plan_forward(ForwardParams& p, const Gpu& gpu);
 
-[[nodiscard]] Error launch_forward(const ForwardParams& p, Stream stream);
+[[nodiscard]] Error launch_forward(const ForwardParams& p, const Gpu& gpu);
 
 // Sets few_rows for a device with this number of multiprocessors. The value changes no bits of the gradients.
 void plan_backward(BackwardParams& p, int64_t multiprocessors);

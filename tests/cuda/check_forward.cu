@@ -8,6 +8,7 @@
 #include "check.h"
 #include "cuda/simt/forward.cuh"
 #include "cuda/mma/forward.cuh"
+#include "cuda/wgmma/forward.cuh"
 
 namespace attn::cuda {
 namespace {

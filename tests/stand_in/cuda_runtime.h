@@ -1,7 +1,8 @@
 // The part of CUDA that the kernels in csrc/cuda use, on a CPU. A block's threads are fibers of one thread of the
 // system; who runs next is drawn at random, so that a missing barrier gives a wrong result on some seed
-// (ATTN_STAND_IN_SEED). Shared memory starts as NaN and ends at a page that cannot be read. races.h finds missing
-// barriers that no order of the fibers shows. Registers and bank conflicts need a GPU.
+// (ATTN_STAND_IN_SEED). Blocks start in a random order, a random number of them at a time, side by side. Shared memory
+// starts as NaN and ends at a page that cannot be read. races.h finds missing barriers that no order of the fibers
+// shows. Registers and bank conflicts need a GPU.
 #pragma once
 
 #include <math.h>
@@ -11,6 +12,7 @@
 
 #include <bit>
 #include <functional>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -44,6 +46,43 @@ void warp_barrier();
 void start_copy(void* to, const void* from, int bytes);
 void commit_copies();
 void wait_for_copies(int left);
+
+// Barrier `number` of the block, at which `threads` threads meet; who does not wait only arrives.
+void named_barrier(int number, int threads, bool waits);
+// Barriers in shared memory, of 8 bytes: `arrivals` end a phase.
+void init_barrier(void* barrier, int arrivals);
+void fence_barriers();
+void arrive(void* barrier);
+bool has_ended(void* barrier, uint32_t parity);
+void wait(void* barrier, uint32_t parity);
+
+// What this thread has stored in shared memory is there for products and bulk copies. `note_store`: it stores.
+void publish_writes();
+void note_store(const void* pointer, size_t bytes);
+// Products read these bytes for the warp that runs, and bulk copies for the thread.
+void check_published(const void* pointer, size_t bytes, const char* who);
+
+// Adds floats of shared memory to global memory, at some time before the thread has waited.
+void start_bulk(float* to, const void* from, uint32_t bytes);
+void commit_bulk();
+void wait_for_bulk(bool reads_only);
+
+int load_acquire(const int* p);
+void store_release(int* p, int x);
+
+// C (n fragments of four floats) = (adds ? C : 0) + A B. compute() does it for the warp: see shared/ptx_sm90.cuh.
+struct GroupProduct {
+  float* c;
+  int n;
+  const uint32_t* a;  // registers, or null
+  uint64_t a_matrix, b_matrix;
+  bool adds, a_by_columns, b_by_columns;
+  std::vector<float> sums;  // C, while it is under way and its registers are NaN
+};
+void begin_products();
+void start_product(GroupProduct product);
+void commit_products();
+void wait_for_products(int left, void (*compute)(GroupProduct** of_lane, int warp));
 
 unsigned char* shared_memory();
 // Whether [pointer, pointer + bytes) lies in the block's shared memory.
@@ -117,13 +156,17 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 
-constexpr size_t kStandInSharedMemory = 99 << 10;  // of sm_86 and sm_89, the smallest of all supported
+// Of a block at most: of sm_90, or of sm_86 and sm_89, the smallest of all supported.
+namespace stand_in {
+int capability();  // ATTN_STAND_IN_CAPABILITY: 90 is 9.0
+}
+inline size_t stand_in_shared_memory() { return stand_in::capability() == 90 ? 227 << 10 : 99 << 10; }
 
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Parameters...), Arguments&&... arguments) {
   const uint64_t threads = uint64_t{c->blockDim.x} * c->blockDim.y * c->blockDim.z;
   if (!c->gridDim.x || !c->gridDim.y || c->gridDim.x > 0x7fffffffu || c->gridDim.y > 65535 || threads > 1024 ||
-      c->dynamicSmemBytes > kStandInSharedMemory)
+      c->dynamicSmemBytes > stand_in_shared_memory())
     return cudaErrorInvalidConfiguration;
   stand_in::run(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(arguments...); });
   return cudaSuccess;
@@ -132,7 +175,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class F>
 cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int value) {
-  return static_cast<size_t>(value) <= kStandInSharedMemory ? cudaSuccess : cudaErrorInvalidConfiguration;
+  return static_cast<size_t>(value) <= stand_in_shared_memory() ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "invalid configuration argument";

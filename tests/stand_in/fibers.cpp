@@ -52,17 +52,35 @@ struct Copy {
   int bytes;
   const void* where;  // the code that copies
 };
+struct BulkAdd {
+  float* to;
+  const float* from;
+  std::vector<float> numbers;  // once they have been read
+  size_t count;
+  bool done = false;
+};
 
+struct Block;
 struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   void* stack_pointer = nullptr;
+  Block* block = nullptr;
   dim3 thread;
   int index = 0;
   bool done = false;
   bool some = false;  // of those who waited with it at a barrier has brought true
-  const char* waits_for = nullptr;
+  char waits_for[80];
   std::vector<Copy> started;                // not committed
   std::deque<std::vector<Copy>> under_way;  // groups
+  std::vector<size_t> written;              // units of shared memory that it has not published
+  std::vector<BulkAdd> bulk;
+  bool has_begun_products = false;
+  std::vector<GroupProduct> products;  // not committed
+  std::deque<std::vector<GroupProduct>> groups;
+
+  bool is_idle() const {
+    return started.empty() && under_way.empty() && bulk.empty() && products.empty() && groups.empty();
+  }
 };
 thread_local Fiber* running;
 
@@ -70,6 +88,20 @@ struct Warp {
   int waiting = 0;
   const char* name = nullptr;
   void* of_lane[32] = {};
+};
+
+// Threads that wait, and what they will come after.
+struct Meeting {
+  int arrived = 0, threads = 0;
+  std::vector<Fiber*> waiting;
+  std::vector<int> all;  // who has arrived
+};
+struct SharedBarrier {
+  int arrivals = 0, left = 0;
+  uint32_t phase = 0;
+  bool is_fenced = false;
+  std::vector<Fiber*> waiting;
+  Clock arriving, ended;
 };
 
 size_t round_up_to(size_t multiple, size_t bytes) { return (bytes + multiple - 1) / multiple * multiple; }
@@ -106,70 +138,134 @@ void poison(void* to, size_t bytes) {
 class SharedMemory {
  public:
   void poison_all(size_t bytes) {
-    bytes_ = round_up_to(128, bytes);
+    bytes_ = round_up_to(1024, bytes);  // products need panels at multiples of 1024 bytes
     poison(begin(), bytes_);
   }
   unsigned char* begin() const { return pages_.last(bytes_); }
   size_t bytes() const { return bytes_; }
 
  private:
-  Pages pages_{kStandInSharedMemory};
+  Pages pages_{stand_in_shared_memory()};
   size_t bytes_ = 0;
 };
 
+constexpr size_t kUnit = 16;  // bytes that are published together
+
 struct Block {
+  dim3 number;
+  int place = 0;  // in the order of their numbers
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Warp> warps;
-  std::vector<Fiber*> ready;
   std::vector<Fiber*> at_barrier;
   bool some = false;  // of those at the barrier has brought true
+  Meeting named[16];
+  std::map<void*, SharedBarrier> barriers;
+  std::vector<int> unpublished;  // of each unit: the thread that wrote it, plus 1
   size_t threads = 0, live = 0;
   SharedMemory shared;
   Races races;
+};
+
+struct Launch {
+  std::vector<std::unique_ptr<Block>> blocks;  // that run, or have run
+  std::vector<Fiber*> ready;
+  std::vector<dim3> waiting;  // blocks that have not started, the next one last
+  size_t live = 0;            // blocks
+  size_t shared_bytes = 0;
+  uint64_t polls = 0;  // since something has happened
   std::minstd_rand random;
   void* caller = nullptr;
   const std::function<void()>* kernel = nullptr;
+  Races between_blocks;
+  std::map<const void*, Clock> released;  // by address
 
-  Block() { random.seed(seed + 1); }
+  Launch() { random.seed(seed + 1); }
 };
-thread_local std::unique_ptr<Block> block;
+thread_local std::unique_ptr<Launch> launch;
+
+Block& block() { return *running->block; }
+
+[[noreturn]] void fail_with_states(const char* what) {
+  for (const auto& b : launch->blocks)
+    for (size_t i = 0; i < b->threads; ++i) {
+      const Fiber& f = *b->fibers[i];
+      // Of a warp that waits for one thing, one thread.
+      const bool is_alike = i % 32 && !f.done && std::strcmp(f.waits_for, b->fibers[i - 1]->waits_for) == 0;
+      if (!is_alike && !(f.done && i % 32))
+        std::fprintf(stderr, "block %u, thread %d: %s\n", b->number.x, f.index, f.done ? "has returned" : f.waits_for);
+    }
+  fail(what);
+}
 
 // Continues some fiber that can run, or the caller of run() when all have ended.
 void switch_from(void** stack_pointer) {
-  if (block->ready.empty()) {
-    if (block->live == 0) return attn_stand_in_switch(stack_pointer, block->caller);
-    for (size_t i = 0; i < block->threads; ++i) {
-      const Fiber& f = *block->fibers[i];
-      std::fprintf(stderr, "thread %d: %s\n", f.index, f.done ? "has returned" : f.waits_for);
-    }
-    fail("deadlock: threads wait for others that do not come");
+  std::vector<Fiber*>& ready = launch->ready;
+  if (ready.empty()) {
+    if (launch->live == 0) return attn_stand_in_switch(stack_pointer, launch->caller);
+    fail_with_states("deadlock: threads wait for others that do not come");
   }
-  std::swap(block->ready[block->random() % block->ready.size()], block->ready.back());
-  Fiber* next = block->ready.back();
-  block->ready.pop_back();
+  std::swap(ready[launch->random() % ready.size()], ready.back());
+  Fiber* next = ready.back();
+  ready.pop_back();
   if (next == running && stack_pointer == &next->stack_pointer) return;
   running = next;
   threadIdx = next->thread;
+  blockIdx = next->block->number;
   attn_stand_in_switch(stack_pointer, next->stack_pointer);
 }
 
-// An access of the thread that runs.
-void note(Races::Kind kind, const void* pointer, size_t bytes, const void* where) {
-  if (Races::concerns(pointer)) block->races.access(kind, pointer, bytes, running->index, where);
+std::map<void*, std::unique_ptr<Pages>> allocated;
+std::map<void*, size_t> allocated_bytes;
+bool is_allocated(const void* pointer) {
+  auto at = allocated_bytes.upper_bound(const_cast<void*>(pointer));
+  if (at == allocated_bytes.begin()) return false;
+  --at;
+  return pointer < static_cast<const char*>(at->first) + at->second;
 }
 
-void wait(const char* what) {
+// An access of the thread that runs, or of another of its warp.
+void note(Races::Kind kind, const void* pointer, size_t bytes, const void* where, int thread = -1) {
+  if (!running) return;  // the host
+  Block& b = block();
+  const uintptr_t at = reinterpret_cast<uintptr_t>(pointer) - reinterpret_cast<uintptr_t>(b.shared.begin());
+  if (at < b.shared.bytes()) {
+    if (kind == Races::kStore) note_store(pointer, bytes);
+    b.races.access(kind, at, bytes, thread < 0 ? running->index : thread, where);
+  } else if (Races::wanted && is_allocated(pointer)) {
+    launch->between_blocks.access(kind, reinterpret_cast<uintptr_t>(pointer), bytes, b.place, where);
+  }
+}
+
+template <class... Arguments>
+void wait_for(const char* format, Arguments... arguments) {
   Fiber* me = running;
-  me->waits_for = what;
+  std::snprintf(me->waits_for, sizeof me->waits_for, format, arguments...);
   switch_from(&me->stack_pointer);
 }
+void wake(std::vector<Fiber*>& waiting) {
+  launch->ready.insert(launch->ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+  launch->polls = 0;
+}
+// Lets others run. Who asks again and again, while nobody else does anything, waits forever.
+void poll(const char* what) {
+  if (++launch->polls > 100000) fail_with_states("deadlock: threads ask for what does not happen");
+  launch->ready.push_back(running);
+  wait_for("%s", what);
+}
+
+void start_block();
 
 void fiber_main() {
-  (*block->kernel)();
+  (*launch->kernel)();
   Fiber* me = running;
-  if (!me->started.empty() || !me->under_way.empty()) fail("a thread returned with copies under way");
+  if (!me->is_idle()) fail("a thread returned with copies or products under way");
   me->done = true;
-  --block->live;
+  launch->polls = 0;
+  if (--me->block->live == 0) {
+    --launch->live;
+    if (!launch->waiting.empty()) start_block();
+  }
   switch_from(&me->stack_pointer);
   std::abort();
 }
@@ -195,38 +291,130 @@ int lane() { return running->index % 32; }
 void barrier() { barrier_or(false); }
 
 bool barrier_or(bool mine) {
-  block->some |= mine;
-  block->at_barrier.push_back(running);
-  if (block->at_barrier.size() == block->threads) {
-    for (Fiber* fiber : block->at_barrier) fiber->some = block->some;
-    block->some = false;
-    block->races.block_barrier();
-    block->ready.insert(block->ready.end(), block->at_barrier.begin(), block->at_barrier.end());
-    block->at_barrier.clear();
+  Block& b = block();
+  b.some |= mine;
+  b.at_barrier.push_back(running);
+  if (b.at_barrier.size() == b.threads) {
+    std::vector<int> all;
+    for (Fiber* fiber : b.at_barrier) fiber->some = b.some, all.push_back(fiber->index);
+    b.some = false;
+    b.races.meet(all);
+    wake(b.at_barrier);
   }
-  wait("__syncthreads");
+  wait_for("__syncthreads");
   return running->some;
 }
 
 void collective(const char* name, void* mine, void (*f)(void** of_lane)) {
   const int index = running->index, first = index / 32 * 32;
-  Warp& warp = block->warps[index / 32];
+  Warp& warp = block().warps[index / 32];
   if (warp.waiting == 0) warp.name = name;
   if (std::strcmp(warp.name, name) != 0) fail("lanes of a warp came for different collectives");
   warp.of_lane[lane()] = mine;
   if (++warp.waiting == 32) {
     f(warp.of_lane);
     warp.waiting = 0;
-    for (int l = 0; l < 32; ++l) block->ready.push_back(block->fibers[first + l].get());
+    launch->polls = 0;
+    for (int l = 0; l < 32; ++l) launch->ready.push_back(block().fibers[first + l].get());
   }
-  wait(name);
+  wait_for("%s", name);
 }
 
-void warp_barrier() { block->races.warp_barrier(running->index / 32); }
+void warp_barrier() {
+  int lanes[32];
+  for (int l = 0; l < 32; ++l) lanes[l] = running->index / 32 * 32 + l;
+  block().races.meet(lanes);
+}
+
+void named_barrier(int number, int threads, bool waits) {
+  if (number < 1 || number > 15 || threads % 32) fail("a barrier has a number from 1 to 15 and whole warps");
+  Meeting& m = block().named[number];
+  if (m.arrived == 0) m.threads = threads;
+  if (m.threads != threads) fail("threads came to a barrier for different numbers of threads");
+  m.all.push_back(running->index);
+  if (waits) m.waiting.push_back(running);
+  if (++m.arrived == threads) {
+    // Who only arrives comes after nobody.
+    Clock all;
+    for (int t : m.all) block().races.release(t, all);
+    for (const Fiber* f : m.waiting) block().races.acquire(f->index, all);
+    m.arrived = 0;
+    m.all.clear();
+    wake(m.waiting);
+  }
+  if (waits) wait_for("barrier %d", number);
+}
+
+static SharedBarrier& barrier_at(void* at) {
+  const auto found = block().barriers.find(at);
+  if (found == block().barriers.end()) fail("a barrier that init() has not set up");
+  if (!found->second.is_fenced) fail("a barrier that nobody has fenced after init()");
+  return found->second;
+}
+void init_barrier(void* barrier, int arrivals) {
+  if (!is_shared(barrier, 8) || reinterpret_cast<uintptr_t>(barrier) % 8) fail("a barrier is not in shared memory");
+  block().barriers[barrier] = SharedBarrier{.arrivals = arrivals, .left = arrivals};
+}
+void fence_barriers() {
+  for (auto& [_, b] : block().barriers) b.is_fenced = true;
+}
+void arrive(void* barrier) {
+  SharedBarrier& b = barrier_at(barrier);
+  block().races.release(running->index, b.arriving);
+  launch->polls = 0;
+  if (--b.left > 0) return;
+  b.left = b.arrivals;
+  ++b.phase;
+  b.ended = std::move(b.arriving);
+  b.arriving = {};
+  wake(b.waiting);
+}
+static bool is_over(const SharedBarrier& b, uint32_t parity) { return b.phase % 2 != parity; }
+bool has_ended(void* barrier, uint32_t parity) {
+  poll("has_ended()");
+  const SharedBarrier& b = barrier_at(barrier);
+  if (!is_over(b, parity)) return false;
+  block().races.acquire(running->index, b.ended);
+  return true;
+}
+void wait(void* barrier, uint32_t parity) {
+  SharedBarrier& b = barrier_at(barrier);
+  while (!is_over(b, parity)) {
+    b.waiting.push_back(running);
+    const auto at = static_cast<unsigned char*>(barrier) - block().shared.begin();
+    wait_for("phase %u of the barrier at byte %d of shared memory, for %d more", parity, static_cast<int>(at), b.left);
+  }
+  block().races.acquire(running->index, b.ended);
+}
+
+void note_store(const void* pointer, size_t bytes) {
+  const size_t at = static_cast<size_t>(static_cast<const unsigned char*>(pointer) - block().shared.begin());
+  for (size_t unit = at / kUnit; unit * kUnit < at + bytes; ++unit) {
+    if (block().unpublished[unit] == running->index + 1) continue;
+    block().unpublished[unit] = running->index + 1;
+    running->written.push_back(unit);
+  }
+}
+void publish_writes() {
+  for (const size_t unit : running->written)
+    if (block().unpublished[unit] == running->index + 1) block().unpublished[unit] = 0;
+  running->written.clear();
+}
+void check_published(const void* pointer, size_t bytes, const char* who) {
+  if (!is_shared(pointer, bytes)) fail("products or a bulk copy read outside of shared memory");
+  const size_t at = static_cast<size_t>(static_cast<const unsigned char*>(pointer) - block().shared.begin());
+  for (size_t unit = at / kUnit; unit * kUnit < at + bytes; ++unit)
+    if (const int writer = block().unpublished[unit]) {
+      std::fprintf(stderr, "byte %zu of shared memory was stored by thread %d\n", unit * kUnit, writer - 1);
+      fail(who);
+    }
+  note(Races::kLoad, pointer, bytes, __builtin_return_address(0), running->index / 32 * 32);
+}
 
 void start_copy(void* to, const void* from, int bytes) {
   if (!is_shared(to, 16)) fail("cp.async to what is not shared memory");
-  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("cp.async is not aligned");
+  if (reinterpret_cast<uintptr_t>(to) % 16 || (bytes > 0 && reinterpret_cast<uintptr_t>(from) % 16))
+    fail("cp.async is not aligned");
   if (bytes < 0 || bytes > 16) fail("cp.async of more than 16 bytes");
   const void* const where = __builtin_return_address(0);
   note(Races::kStore, to, 16, where);
@@ -242,59 +430,181 @@ void wait_for_copies(int left) {
   for (; groups.size() > static_cast<size_t>(left); groups.pop_front())
     for (const Copy& c : groups.front()) {
       note(Races::kStore, c.to, 16, c.where);
+      note_store(c.to, 16);
       std::memset(c.to, 0, 16);
       std::memcpy(c.to, c.from, static_cast<size_t>(c.bytes));
     }
 }
 
-unsigned char* shared_memory() { return block->shared.begin(); }
-bool is_shared(const void* pointer, size_t bytes) {
-  const auto* p = static_cast<const unsigned char*>(pointer);
-  return p >= block->shared.begin() && p + bytes <= block->shared.begin() + block->shared.bytes();
+static void read_bulk(BulkAdd& x) {
+  if (!x.numbers.empty()) return;
+  check_published(x.from, 4 * x.count, "a bulk copy reads what was not published");
+  x.numbers.assign(x.from, x.from + x.count);
+}
+static void add_bulk(BulkAdd& x) {
+  if (x.done) return;
+  read_bulk(x);
+  for (size_t i = 0; i < x.count; ++i) x.to[i] += x.numbers[i];
+  x.done = true;
+}
+void start_bulk(float* to, const void* from, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+    fail("a bulk copy is not aligned");
+  running->bulk.push_back({to, static_cast<const float*>(from), {}, bytes / 4});
+}
+void commit_bulk() {
+  for (BulkAdd& x : running->bulk) {
+    if (launch->random() % 2) read_bulk(x);
+    if (launch->random() % 4 == 0) add_bulk(x);
+  }
+}
+void wait_for_bulk(bool reads_only) {
+  for (BulkAdd& x : running->bulk) reads_only ? read_bulk(x) : add_bulk(x);
+  if (!reads_only) running->bulk.clear();
 }
 
-static std::map<void*, std::unique_ptr<Pages>> allocated;
+int load_acquire(const int* p) {
+  poll("load_acquire()");
+  const auto released = launch->released.find(p);
+  if (released != launch->released.end()) launch->between_blocks.acquire(block().place, released->second);
+  return *p;
+}
+void store_release(int* p, int x) {
+  launch->between_blocks.release(block().place, launch->released[p]);
+  launch->polls = 0;
+  *p = x;
+}
+
+void begin_products() { running->has_begun_products = true; }
+void start_product(GroupProduct p) {
+  if (!running->has_begun_products) fail("products without begin_products() before them");
+  if (running->index / 128 * 128 + 128 > static_cast<int>(block().threads)) fail("products of a part of a warpgroup");
+  running->products.push_back(std::move(p));
+  GroupProduct& mine = running->products.back();
+  const auto is_open = [&](const GroupProduct& x) { return &x != &mine && x.c == mine.c; };
+  bool open = std::any_of(running->products.begin(), running->products.end(), is_open);
+  for (const auto& group : running->groups) open |= std::any_of(group.begin(), group.end(), is_open);
+  if (open) return;  // the first product of these registers keeps them
+  mine.sums.assign(mine.c, mine.c + 4 * mine.n);
+  std::fill(mine.c, mine.c + 4 * mine.n, NAN);
+}
+void commit_products() {
+  running->groups.push_back(std::move(running->products));
+  running->products.clear();
+  running->has_begun_products = false;
+}
+void wait_for_products(int left, void (*compute)(GroupProduct** of_lane, int warp)) {
+  static thread_local void (*chosen)(GroupProduct**, int);
+  chosen = compute;
+  while (running->groups.size() > static_cast<size_t>(left)) {
+    collective("wait_for_products", running, [](void** of_lane) {
+      const int warp = running->index / 32 % 4;
+      auto* const first = static_cast<Fiber*>(of_lane[0]);
+      for (size_t i = 0; i < first->groups.front().size(); ++i) {
+        GroupProduct* products[32];
+        for (int l = 0; l < 32; ++l) {
+          auto& groups = static_cast<Fiber*>(of_lane[l])->groups;
+          if (groups.front().size() != first->groups.front().size()) fail("lanes have started different products");
+          products[l] = &groups.front()[i];
+        }
+        chosen(products, warp);
+        for (int l = 0; l < 32; ++l) {  // the sums go on to the next product of the same registers, or to these
+          auto& groups = static_cast<Fiber*>(of_lane[l])->groups;
+          GroupProduct* next = nullptr;
+          for (size_t g = 0; g < groups.size() && !next; ++g)
+            for (size_t k = g == 0 ? i + 1 : 0; k < groups[g].size() && !next; ++k)
+              if (groups[g][k].c == products[l]->c) next = &groups[g][k];
+          if (next)
+            next->sums = std::move(products[l]->sums);
+          else
+            std::copy(products[l]->sums.begin(), products[l]->sums.end(), products[l]->c);
+        }
+      }
+    });
+    running->groups.pop_front();
+  }
+}
+
+unsigned char* shared_memory() { return block().shared.begin(); }
+bool is_shared(const void* pointer, size_t bytes) {
+  const auto* p = static_cast<const unsigned char*>(pointer);
+  return p >= block().shared.begin() && p + bytes <= block().shared.begin() + block().shared.bytes();
+}
+
+int capability() {
+  const char* const given = std::getenv("ATTN_STAND_IN_CAPABILITY");
+  return given ? std::atoi(given) : 80;
+}
 
 void* allocate(size_t bytes) {
   bytes = round_up_to(16, bytes);
   auto pages = std::make_unique<Pages>(bytes);
   void* const memory = pages->last(bytes);
   allocated[memory] = std::move(pages);
+  allocated_bytes[memory] = bytes;
   return memory;
 }
-void release(void* memory) { allocated.erase(memory); }
+void release(void* memory) {
+  allocated.erase(memory);
+  allocated_bytes.erase(memory);
+}
 
-void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
-  if (!block) block = std::make_unique<Block>();
-  Block& b = *block;
-  b.threads = size_t{block_size.x} * block_size.y * block_size.z;
-  if (b.threads % 32) fail("a block of incomplete warps");
+namespace {
+
+// Starts the next block in the memory of one that has ended, but not of the one whose last fiber calls this function.
+void start_block() {
+  const auto free = std::find_if(launch->blocks.begin(), launch->blocks.end(),
+                                 [](const auto& b) { return !b->live && (!running || b.get() != running->block); });
+  Block& b = **free;
+  b.number = launch->waiting.back();
+  launch->waiting.pop_back();
+  ++launch->live;
+  b.place = static_cast<int>(b.number.x + gridDim.x * (b.number.y + gridDim.y * b.number.z));
+  b.threads = size_t{blockDim.x} * blockDim.y * blockDim.z;
+  b.live = b.threads;
   while (b.fibers.size() < b.threads) {
     b.fibers.push_back(std::make_unique<Fiber>());
     b.fibers.back()->index = static_cast<int>(b.fibers.size()) - 1;
+    b.fibers.back()->block = &b;
   }
-  b.kernel = &kernel;
+  b.warps.assign(b.threads / 32, {});
+  b.barriers.clear();
+  for (Meeting& m : b.named) m = {};
+  b.shared.poison_all(launch->shared_bytes);
+  b.unpublished.assign(b.shared.bytes() / kUnit, 0);
+  b.races.begin(b.threads, "shared memory");
+  for (size_t i = 0; i < b.threads; ++i) {
+    Fiber& f = *b.fibers[i];
+    const auto t = static_cast<unsigned>(i);
+    f.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+    f.done = f.has_begun_products = false;
+    f.written.clear();
+    prepare(f);
+    launch->ready.push_back(&f);
+  }
+}
+
+}  // namespace
+
+void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
+  if (!launch) launch = std::make_unique<Launch>();
+  Launch& l = *launch;
+  if (size_t{block_size.x} * block_size.y * block_size.z % 32) fail("a block of incomplete warps");
+  l.kernel = &kernel;
+  l.shared_bytes = shared_bytes;
+  l.released.clear();
   blockDim = block_size;
   gridDim = grid;
   for (unsigned z = 0; z < grid.z; ++z)
     for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x) {
-        blockIdx = {x, y, z};
-        b.warps.assign(b.threads / 32, {});
-        b.ready.clear();
-        b.live = b.threads;
-        b.shared.poison_all(shared_bytes);
-        b.races.begin_block(b.shared.begin(), b.shared.bytes());
-        for (size_t i = 0; i < b.threads; ++i) {
-          Fiber& f = *b.fibers[i];
-          const auto t = static_cast<unsigned>(i);
-          f.thread = {t % block_size.x, t / block_size.x % block_size.y, t / block_size.x / block_size.y};
-          f.done = false;
-          prepare(f);
-          b.ready.push_back(&f);
-        }
-        switch_from(&b.caller);
-      }
+      for (unsigned x = 0; x < grid.x; ++x) l.waiting.push_back({x, y, z});
+  l.between_blocks.begin(Races::wanted ? l.waiting.size() : 0, "memory of the GPU");
+  std::shuffle(l.waiting.begin(), l.waiting.end(), l.random);
+  const size_t at_a_time = std::min<size_t>(1 + l.random() % 3, l.waiting.size());
+  while (l.blocks.size() < at_a_time + 1) l.blocks.push_back(std::make_unique<Block>());
+  for (size_t i = 0; i < at_a_time; ++i) start_block();
+  switch_from(&l.caller);
+  running = nullptr;
 }
 
 }  // namespace stand_in

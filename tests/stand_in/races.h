@@ -1,24 +1,36 @@
-// Finds accesses of shared memory that no barrier orders, in whatever order the threads have run. The stand-in runs one
-// at a time, and its shuffles wait like barriers; a GPU promises neither.
+// Finds accesses of memory that nothing orders, in whatever order the threads have run. The stand-in runs one at a time,
+// and its shuffles wait like barriers; a GPU promises neither.
 //
 // g++ -fsanitize=thread calls a function before each load and store. Those at the end of fibers.cpp stand in for the
-// sanitizer's. Two accesses of a byte by different threads, one of them a store, need __syncthreads between them, or
-// __syncwarp if both threads are of one warp. A copy of cp.async stores when it starts and when it is waited for.
+// sanitizer's. Two accesses of a byte by different threads, one of them a store, need an order: by barriers of the
+// block, of some warps or of a warp, by an mbarrier, or by a release and an acquire. A copy of cp.async stores when it
+// starts and when it is waited for. Products of a warp load as its lane 0, which arrives for it at barriers.
+//
+// As FastTrack (Flanagan and Freund, 2009): a thread counts its own steps and knows, of each other thread, up to which
+// step it comes after that thread.
 #pragma once
 
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
 namespace stand_in {
 
 [[noreturn]] void fail(const char* what);
+
+// What a thread, or a barrier, comes after: a step of each thread.
+using Clock = std::vector<uint32_t>;
+inline void come_after(Clock& clock, const Clock& other) {
+  if (clock.size() < other.size()) clock.resize(other.size());
+  for (size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
 
 class Races {
  public:
@@ -26,79 +38,83 @@ class Races {
   static inline const bool wanted = std::getenv("ATTN_STAND_IN_RACES") != nullptr;
   static inline bool can_be_seen = false;
 
-  void begin_block(const void* shared, size_t bytes) {
+  void begin(size_t threads, const char* memory) {
     if (!wanted) return;
     if (!can_be_seen) fail("ATTN_STAND_IN_RACES is set, but this is not compiled with -fsanitize=thread");
-    begin_ = reinterpret_cast<uintptr_t>(shared);
-    size_ = bytes;
-    bytes_.resize(bytes);
-    units_.assign(bytes / kMostBytes, kMostBytes);
-    block_barrier();
+    memory_ = memory;
+    pages_.clear();
+    page_ = nullptr;
+    clocks_.assign(threads, Clock(threads));
+    for (size_t i = 0; i < threads; ++i) clocks_[i][i] = 1;
   }
-  void block_barrier() { ++barriers_; }
-  void warp_barrier(int warp) { ++warp_barriers_[warp]; }
-
-  // Whether it is in shared memory, if races are looked for.
-  static bool concerns(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) - begin_ < size_; }
+  // All that these threads have done so far comes before all that they do from here on.
+  template <class Threads>
+  void meet(const Threads& threads) {
+    if (!wanted) return;
+    Clock all;
+    for (int t : threads) come_after(all, clocks_[t]);
+    for (int t : threads) clocks_[t] = all, ++clocks_[t][t];
+  }
+  // What a thread has done so far comes before what others do after acquire() of the same clock.
+  void release(int thread, Clock& to) {
+    if (!wanted) return;
+    come_after(to, clocks_[thread]);
+    ++clocks_[thread][thread];
+  }
+  void acquire(int thread, const Clock& from) {
+    if (wanted) come_after(clocks_[thread], from);
+  }
 
   // `where`: the address of the code.
-  void access(Kind kind, const void* pointer, size_t bytes, int thread, const void* where) {
-    const int warp = thread / 32;
-    if (warp >= kWarps) fail("races are looked for in blocks of up to four warps");
-    const uintptr_t first = reinterpret_cast<uintptr_t>(pointer) - begin_;
-    const uintptr_t aligned = std::min<uintptr_t>(kMostBytes, (first | bytes) & -(first | bytes));
-    const uint32_t lane = 1u << thread % 32;
-    for (uintptr_t i = first, unit; i < first + bytes; i += unit) {
-      unit = unit_at(i, aligned);
-      Byte& byte = bytes_[i];
-      const bool can_race = kind == kStore || byte.stored_after == barriers_;
-      for (int w = 0; can_race && w < kWarps; ++w) {
-        const Accesses& before = byte.of_warp[w];
-        if (before.barriers != barriers_ || (w == warp && before.warp_barriers != warp_barriers_[w])) continue;
-        for (const Kind other : {kStore, kLoad}) {
-          if (kind == kLoad && other == kLoad) continue;
-          const uint32_t lanes = w == warp ? before.recent[other] & ~lane : before.all[other];
-          if (lanes) report(kind, where, other, before.where[other], 32 * w + std::countr_zero(lanes), i);
-        }
+  void access(Kind kind, uintptr_t first, size_t bytes, int thread, const void* where) {
+    if (!wanted) return;
+    const Clock& mine = clocks_[thread];
+    for (uintptr_t i = first & ~(kCellBytes - 1); i < first + bytes; i += kCellBytes) {
+      Cell& cell = cell_of(i);
+      const auto check = [&](Kind other, const Access& before) {
+        if (before.thread != thread && before.step > mine[before.thread]) report(kind, where, other, before, i);
+      };
+      if (cell.store.step > 0) check(kStore, cell.store);
+      const Access now{thread, mine[thread], where};
+      if (kind == kLoad) {
+        std::erase_if(cell.loads, [&](const Access& x) { return x.step <= mine[x.thread]; });
+        cell.loads.push_back(now);
+      } else {
+        for (const Access& load : cell.loads) check(kLoad, load);
+        cell.loads.clear();
+        cell.store = now;
       }
-      if (kind == kStore) byte.stored_after = barriers_;
-      Accesses& mine = byte.of_warp[warp];
-      if (mine.barriers != barriers_) mine = {.barriers = barriers_};
-      if (mine.warp_barriers != warp_barriers_[warp]) mine.warp_barriers = warp_barriers_[warp], mine.recent = {};
-      mine.all[kind] |= lane;
-      mine.recent[kind] |= lane;
-      mine.where[kind] = where;
     }
   }
 
  private:
-  static constexpr int kWarps = 4;
-  static constexpr uintptr_t kMostBytes = 16;  // of an access
-
-  // Accesses to a byte by a warp, since the last barrier of the block.
-  struct Accesses {
-    unsigned barriers = 0, warp_barriers = 0;  // how many there had been, of the block and of the warp
-    std::array<uint32_t, 2> all{}, recent{};   // the lanes; and those since the last barrier of the warp
-    std::array<const void*, 2> where{};        // of the last one
+  struct Access {
+    int thread = 0;
+    uint32_t step = 0;
+    const void* where = nullptr;
   };
-  struct Byte {
-    unsigned stored_after = 0;  // this many barriers of the block
-    std::array<Accesses, kWarps> of_warp;
+  struct Cell {
+    Access store;
+    std::vector<Access> loads;  // since the store, that no later load comes after
   };
 
-  // How many bytes, from i on, all accesses have in common: those before, and one that is aligned like that.
-  uintptr_t unit_at(uintptr_t i, uintptr_t aligned) {
-    uintptr_t& unit = units_[i / kMostBytes];
-    if (aligned >= unit) return unit;
-    const uintptr_t first = i / kMostBytes * kMostBytes;
-    for (uintptr_t j = first; j < first + kMostBytes; j += aligned) bytes_[j] = bytes_[j / unit * unit];
-    return unit = aligned;
+  // Bytes of one number are stored together, so that two share a cell.
+  static constexpr uintptr_t kCellBytes = 2, kPageCells = 2048;
+  using Page = std::array<Cell, kPageCells>;
+  Cell& cell_of(uintptr_t byte) {
+    const uintptr_t cell = byte / kCellBytes, number = cell / kPageCells;
+    if (!page_ || number != page_number_) {
+      std::unique_ptr<Page>& page = pages_[number];
+      if (!page) page = std::make_unique<Page>();
+      page_ = page.get();
+      page_number_ = number;
+    }
+    return (*page_)[cell % kPageCells];
   }
 
-  [[noreturn]] static void report(Kind kind, const void* where, Kind other, const void* other_where, int thread,
-                                  size_t byte) {
-    std::fprintf(stderr, "byte %zu of shared memory was %s, by thread %d, in\n", byte, name(other), thread);
-    print(other_where);
+  [[noreturn]] void report(Kind kind, const void* where, Kind other, const Access& before, uintptr_t byte) const {
+    std::fprintf(stderr, "byte %zu of %s was %s, by %d, in\n", byte, memory_, name(other), before.thread);
+    print(before.where);
     std::fprintf(stderr, "and, with no barrier between, is %s in\n", name(kind));
     print(where);
     fail("a race");
@@ -114,10 +130,11 @@ class Races {
     if (std::system(command) != 0) std::fprintf(stderr, "%s + %#zx\n", file.dli_fname, offset);
   }
 
-  static inline thread_local uintptr_t begin_ = 0, size_ = 0;
-  unsigned barriers_ = 0, warp_barriers_[kWarps] = {};
-  std::vector<Byte> bytes_;       // the first one of each unit counts
-  std::vector<uintptr_t> units_;  // of every kMostBytes
+  const char* memory_ = "";
+  std::vector<Clock> clocks_;
+  std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
+  Page* page_ = nullptr;  // the one used last
+  uintptr_t page_number_ = 0;
 };
 
 }  // namespace stand_in

@@ -8,6 +8,7 @@
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 #include "cuda/mma/mask_tile.cuh"
+#include "cuda/mma/online_softmax.cuh"
 
 namespace attn::cuda {
 
@@ -57,10 +58,11 @@ struct ForwardMma {
   const ForwardParams& p;
   Shared& shared;
   const Task& task;
+  const OnlineSoftmax<kTiles, kKeys / 8, kGeneral> softmax;
   // Knows where the pages hold the next tile of keys and the values of these keys.
   std::conditional_t<kPaged, InPages, Nothing> in_pages;
 
-  __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task) {}
+  __device__ ForwardMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task), softmax{p} {}
 
   ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.splits * blocks_of_rows(p, kRows); }
 
@@ -159,7 +161,7 @@ struct ForwardMma {
       if (has_rows()) make_scores<M>(x, key);
       if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // is copied during the softmax
       if (has_rows()) {
-        softmax(x, output);
+        weigh(x, output);
         if constexpr (kGeneral)
           if (p.has_dropout) drop(x, key);
       }
@@ -246,85 +248,25 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // For each row and key, make_scores() leaves a number x. The score is x * scale().
-  __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
-  // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
-  // maximum is rounded once. Its rounding error gives the same factor to all weights that are shifted by this maximum.
-  // correction() gives this factor to the earlier weights, too. The division by the sum of the weights removes this
-  // factor.
-  __device__ __forceinline__ float exponent_slope() const { return scale() * kLog2E<float>; }
-  __device__ __forceinline__ float exponent(float x) const { return __fmul_rn(x, exponent_slope()); }
-  // If the mask holds large numbers, the exponent of a maximum and its rounding error can be large. The factor that
-  // this error gives to the weights (see exponent()) would then be too large. So if the maximum of a row is large, the
-  // row's scores are shifted before they are multiplied by log2(e).
-  static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
-
-  // Returns exp(score - maximum) for a number x of make_scores().
-  __device__ __forceinline__ float weight(float x, float shift) const {
-    return exp2_approx(fmaf(x, exponent_slope(), -exponent(shift)));
-  }
-  // Returns the factor that turns weights shifted by `old` into weights shifted by `shift`. It is 1 if `old` and
-  // `shift` are equal.
-  __device__ __forceinline__ float correction(float old, float shift) const {
-    return exp2_approx(exponent(old) - exponent(shift));
-  }
-
-  // Turns scores into weights. Works on all rows of a thread side by side, so that no instruction waits for the
-  // instruction before it.
-  __device__ __forceinline__ void softmax(Scores& x, Output& output) {
+  // Turns scores into weights. The output so far and the sums are those of the weights of earlier tiles.
+  __device__ __forceinline__ void weigh(Scores& x, Output& output) {
     const MmaThread thread;
-    float old[2 * kTiles], best[2 * kTiles];
+    float old[2 * kTiles], best[2 * kTiles], shift[2 * kTiles], factor[2 * kTiles];
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      old[r] = shared.maximum[row(thread, r / 2, r % 2)];
-      float of_column[2] = {old[r], old[r]};
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) of_column[c] = max_or_nan(x[r / 2][n][2 * (r % 2) + c], of_column[c]);
-      best[r] = max_or_nan(of_column[0], of_column[1]);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (float& b : best) b = max_or_nan(__shfl_xor_sync(~0u, b, lanes), b);
+    for (int r = 0; r < 2 * kTiles; ++r) old[r] = best[r] = shared.maximum[row(thread, r / 2, r % 2)];
+    softmax.raise(best, x);
     __syncwarp();  // all lanes of a row have read its maximum; shuffles wait for lanes, but do not order memory
-    float shift[2 * kTiles], factor[2 * kTiles];
-    bool some_large = false;
+    softmax.find_shift(x, old, best, shift, factor);
 #pragma unroll
     for (int r = 0; r < 2 * kTiles; ++r) {
-      shift[r] = shift_of(best[r]);
-      factor[r] = correction(old[r], shift[r]);
-      some_large |= is_large(shift[r]);
-    }
-    if (some_large)
-#pragma unroll
-      for (int r = 0; r < 2 * kTiles; ++r) {
-        const bool large = is_large(shift[r]);
-        const float first = large ? shift[r] : 0;
-        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E<float>) : factor[r];
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) x[r / 2][n][2 * (r % 2) + c] -= first;
-        shift[r] -= first;
-      }
-#pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) {
-      const int t = r / 2, half = r % 2;
-      if (thread.place == 0) shared.maximum[row(thread, t, half)] = best[r];
-      float total[2] = {};  // of this lane's columns
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) total[c] += x[t][n][2 * half + c] = weight(x[t][n][2 * half + c], shift[r]);
+      if (thread.place == 0) shared.maximum[row(thread, r / 2, r % 2)] = best[r];
+      const float total = softmax.weigh(x, r, shift[r]);
       float& sum = shared.sum[r][32 * thread.warp + thread.lane];
-      sum = sum * factor[r] + (total[0] + total[1]);
+      sum = sum * factor[r] + total;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        output[t][n][2 * half] *= factor[r];
-        output[t][n][2 * half + 1] *= factor[r];
-      }
+      for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) output[r / 2][n][2 * (r % 2) + c] *= factor[r];
     }
   }
 
@@ -341,45 +283,22 @@ struct ForwardMma {
     }
   }
 
-  // Divides the output by the sum of the weights and writes the results. A row that saw no key outputs 0, and its
-  // logsumexp without the sink is -inf.
   __device__ __forceinline__ void write(const Output& output) {
     __syncwarp();  // the maxima are written
     const MmaThread thread;
     const int64_t output_base = batch_offset(p, p.output, task.n);
     const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
-    const bool vectors = p.splits == 1 && !p.residual.data && takes_vectors(p, p.output, p.value_dim);
+    const bool vectors = softmax.writes_vectors(p);
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float total = shared.sum[2 * t + half][threadIdx.x];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        const int i = row(thread, t, half);
-        const bool there = i < task.rows;
-        if (!there && !vectors) continue;
-        const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
-        const float best = total == 0 ? 0 : shared.maximum[i];
-        const float maximum = __fmul_rn(best, scale());
-        // `maximum_low` is the rounding error of `maximum`, minus the logarithm of the factor that the rounding in
-        // exponent() gives to all weights and so to `total`. If `best` is large, the weights lack this factor.
-        float maximum_low = fmaf(best, scale(), -maximum);
-        if (!is_large(best)) maximum_low -= fmaf(best, exponent_slope(), -exponent(best)) / kLog2E<float>;
-        Pair<float> logsumexp = logsumexp_of(maximum, maximum_low, total);
-        const float left = to.add_sink(logsumexp), inverse = static_cast<float>(p.keep_scale) * left / total;
-        const auto value = [&](int n, int c) { return total == 0 ? 0 * left : output[t][n][2 * half + c] * inverse; };
-        if (vectors) {
-          write_vectors<S, kDim / 8>(p.output, to.output_at, p.value_dim, there, value);
-        } else {
-#pragma unroll
-          for (int n = 0; n < kDim / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c)
-              if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
-        }
-        if (thread.place == 0 && there) to.write_statistics(logsumexp, total == 0 ? -infinity<float>() : maximum);
-      }
+    for (int r = 0; r < 2 * kTiles; ++r) {
+      float total = shared.sum[r][threadIdx.x];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const int i = row(thread, r / 2, r % 2);
+      if (i >= task.rows && !vectors) continue;
+      const OutputRow<float> to(p, output_base, residual_base, shared.rows.at(task.n, i), task.split);
+      softmax.template write<S>(to, vectors, i < task.rows, output, r, shared.maximum[i], total);
+    }
   }
 };
 

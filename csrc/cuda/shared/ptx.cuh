@@ -131,12 +131,18 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
 // Starts to copy 16 bytes from global to shared memory. If `there` is false, writes zeros and reads nothing. Both
 // addresses must be multiples of 16. This thread may read the copy after commit_copies() and wait_for_copies(). Other
 // threads may read it after a further barrier.
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+__device__ __forceinline__ void copy_async(SharedAddress to, const void* from, bool there) {
   asm volatile(
-      "{ .reg .pred absent; setp.eq.u32 absent, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, absent; }" ::"r"(
-          shared_address(to)),
+      "{ .reg .pred absent; setp.eq.u32 absent, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, absent; }" ::"r"(to),
       "l"(from), "r"(static_cast<uint32_t>(there))
       : "memory");
+}
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  copy_async(shared_address(to), from, there);
+}
+// The same for 16 bytes that are there.
+__device__ __forceinline__ void copy_async(SharedAddress to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 // Makes one group of all copies that this thread has started since it last called commit_copies().
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

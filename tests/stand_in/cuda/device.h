@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "cuda/launch.h"
+#include "cuda_runtime.h"
 
 #define ATTN_CUDA_KEY CPU
 
@@ -15,16 +16,10 @@ namespace attn::cuda {
 
 constexpr auto kDeviceType = c10::kCPU;
 
-// The capability of an A100, or another for tests: 75 is 7.5.
-inline int compute_capability(c10::Device) {
-  const char* capability = std::getenv("ATTN_STAND_IN_CAPABILITY");
-  return capability ? std::atoi(capability) : 80;
-}
+inline int compute_capability(c10::Device) { return stand_in::capability(); }
 
-struct OnDevice {
-  explicit OnDevice(c10::Device) {}
-  int64_t multiprocessors = 8;
-  Stream stream = nullptr;
+struct OnDevice : Gpu {
+  explicit OnDevice(c10::Device) { multiprocessors = 8; }
 };
 
 inline void draw_numbers(const at::Tensor&, RngNumber& seed, RngNumber& offset) {

@@ -116,6 +116,10 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 }
 
 inline void copy_async(void* to, const void* from, bool there) { stand_in::start_copy(to, from, there ? 16 : 0); }
+inline void copy_async(SharedAddress to, const void* from, bool there) {
+  copy_async(reinterpret_cast<void*>(to), from, there);
+}
+inline void copy_async(SharedAddress to, const void* from) { copy_async(to, from, true); }
 inline void commit_copies() { stand_in::commit_copies(); }
 template <int kLeft>
 void wait_for_copies() {

@@ -1,0 +1,115 @@
+// What kernels on Hopper's tensor cores share: tiles in panels, the copies of a producer, stages and turns.
+#pragma once
+
+#include "cuda/mma/mma.cuh"
+#include "cuda/shared/ptx_sm90.cuh"
+
+namespace attn::cuda {
+
+constexpr int kGroupThreads = 128;  // of a warpgroup
+
+// A tile [kRows, kCols] in shared memory, in panels of 64 columns as products read them (ptx_sm90.cuh).
+template <class S, int kRows, int kCols>
+struct PanelTile {
+  static constexpr int kPanelBytes = kRows * 128, kVectors = kCols / kVector;  // vectors of a row
+
+  alignas(1024) S numbers[kRows * kCols];
+
+  __device__ __forceinline__ Matrix matrix() const { return matrix_at(shared_address(numbers), kPanelBytes); }
+};
+
+// Copies rows to a tile, with kThreads threads, of which this one is `thread`. Each thread copies one vector of every
+// kRowsAtOnce-th row.
+template <class S, int kRows, int kCols, int kThreads>
+struct PanelCopy {
+  using Tile = PanelTile<S, kRows, kCols>;
+  static constexpr int kVectors = Tile::kVectors, kRowsAtOnce = kThreads / kVectors, kSteps = kRows / kRowsAtOnce;
+  static_assert(kThreads % kVectors == 0 && kRows % kRowsAtOnce == 0 && kVectors <= 32);
+  // Rows whose distance is a multiple of 8 are permuted in the same way, so every kPeriod-th address is a constant away.
+  static constexpr int kPeriod = kRowsAtOnce % 8 == 0 ? 1 : 8 / kRowsAtOnce;
+
+  int thread;
+
+  __device__ __forceinline__ int row() const { return thread / kVectors; }  // of the first copy
+  __device__ __forceinline__ int col() const { return thread % kVectors * kVector; }
+  // Calls copy(address in shared memory, row, step) for each of the thread's vectors.
+  template <class F>
+  __device__ __forceinline__ void each(Tile& tile, F copy) const {
+    const int vector = thread % kVectors;
+    const SharedAddress panel = shared_address(tile.numbers) + vector / 8 * Tile::kPanelBytes + row() * 128;
+    SharedAddress to[kPeriod];
+#pragma unroll
+    for (int i = 0; i < kPeriod; ++i) to[i] = panel + (vector % 8 ^ (row() + i * kRowsAtOnce) % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) copy(to[i % kPeriod] + i * kRowsAtOnce * 128, row() + i * kRowsAtOnce, i);
+  }
+
+  // Starts to fill the tile with `rows` rows of `cols` numbers that lie `stride` numbers apart, and with zeros elsewhere.
+  __device__ __forceinline__ void start(Tile& tile, const S* data, int64_t stride, int rows, int64_t cols) const {
+    const char* from = reinterpret_cast<const char*>(data + row() * stride + col());
+    const int64_t step = kRowsAtOnce * stride * static_cast<int64_t>(sizeof(S));
+    if (rows >= kRows && col() < cols) {  // nothing is compared
+      each(tile, [&](SharedAddress to, int, int) {
+        copy_async(to, from);
+        from += step;
+      });
+    } else {
+      if (col() >= cols) rows = 0;
+      each(tile, [&](SharedAddress to, int i, int) {
+        copy_async(to, from, i < rows);
+        from += step;
+      });
+    }
+  }
+  // The same for rows that are anywhere: row i begins offset(i) numbers behind `data`. Each lane of a warp finds out
+  // where some of the warp's rows are, and shuffles tell the other lanes. Called by whole warps.
+  template <class Offset>
+  __device__ __forceinline__ void start_scattered(Tile& tile, const S* data, int rows, int64_t cols,
+                                                  Offset offset) const {
+    constexpr int kOfWarp = 32 / kVectors, kKnown = divide_up(kSteps * kOfWarp, 32);  // of a lane
+    const int lane = thread % 32;
+    int64_t known[kKnown];
+#pragma unroll
+    for (int k = 0; k < kKnown; ++k) {
+      const int number = lane + 32 * k, i = thread / 32 * kOfWarp + number % kOfWarp + number / kOfWarp * kRowsAtOnce;
+      known[k] = i < rows ? offset(i) : 0;
+    }
+    const int left = col() < cols ? rows : 0;
+    each(tile, [&](SharedAddress to, int i, int step) {
+      const int first = step * kOfWarp;  // the number of the row that the warp's first lanes copy
+      const int64_t at = __shfl_sync(~0u, known[first / 32], first % 32 + lane / kVectors);
+      copy_async(to, data + at + col(), i < left);
+    });
+  }
+};
+
+// The place of a role in a ring of kStages tiles.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ Ring after() const {
+    return stage + 1 == kStages ? Ring{0, parity ^ 1} : Ring{stage + 1, parity};
+  }
+};
+
+// Barriers of a ring: a stage is `full` when all threads of the producer have copied to it, and `empty` when all warps
+// of the consumers have read it.
+template <int kStages, int kProducers, int kReaders>
+struct RingBarriers {
+  Barrier full[kStages], empty[kStages];
+
+  __device__ __forceinline__ void init_all() {
+    for (Barrier& b : full) init(b, kProducers);
+    for (Barrier& b : empty) init(b, kReaders);
+  }
+};
+
+// One lane of a warp arrives. Called by all lanes of a warp, after they have waited for products that read what the
+// barrier guards. (Four warps of a warpgroup do not end at the same time, so one arrival for all four would be early.)
+__device__ __forceinline__ void arrive_once(Barrier& b) {
+  if (MmaThread().lane == 0) arrive(b);
+}
+
+}  // namespace attn::cuda
