@@ -40,6 +40,9 @@ STAND_IN = os.environ.get("ATTN_STAND_IN", "")
 if STAND_IN not in ("", "amx", "cuda"):
     raise SystemExit(f"ATTN_STAND_IN is {STAND_IN!r}; it must be 'amx', 'cuda' or not set")
 
+# With kernels' names, which tests read (ATTN_STAND_IN_LAUNCHES).
+STAND_IN_CUDA = ["-march=native", "-Wno-unknown-pragmas", "-DATTN_SM90A", "-fvisibility=default"]
+
 # A GPU reads nothing at an address that is not aligned as the type says; this processor does.
 ALIGNED = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"] if STAND_IN == "cuda" else []
 
@@ -77,6 +80,7 @@ if CUDA:
     os.environ["CUDA_HOME"] = str(TOOLKIT)
 
 # After CUDA_HOME, which it reads when it is imported.
+from torch.utils import cpp_extension  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
     CppExtension,
@@ -196,17 +200,36 @@ class BuildLibrary(BuildExtension):
 
 
 def architectures() -> list[str]:
-    """Binaries for A100, H100, B200 and RTX 50, PTX for whatever comes after them.
+    """nvcc's options: for which GPUs it compiles.
 
-    nvcc knows B200 and RTX 50 from CUDA 12.8 on. torch reads TORCH_CUDA_ARCH_LIST itself.
+    Binaries for A100, H100, B200 and RTX 50, of which nvcc knows the last two from CUDA 12.8 on;
+    PTX for GPUs between and after them. TORCH_CUDA_ARCH_LIST lists others, as for torch. An H100's
+    kernels need sm_90a, with the letter: for a 9.0 in the list it stands, with or without an "a".
     """
-    if TOOLKIT is None or os.environ.get("TORCH_CUDA_ARCH_LIST"):
+    if TOOLKIT is None:
         return []
-    listed = subprocess.check_output([TOOLKIT / "bin" / "nvcc", "--list-gpu-arch"], text=True)
-    numbers = [n for n in ("80", "90", "100", "120") if f"compute_{n}" in listed.split()]
-    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
-    return [*flags, f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if not listed:
+        command = [TOOLKIT / "bin" / "nvcc", "--list-gpu-arch"]
+        known = subprocess.check_output(command, text=True).split()
+        numbers = [n for n in ("80", "90", "100", "120") if f"compute_{n}" in known]
+        flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers if n != "90"]
+        flags += [f"-gencode=arch=compute_{n},code=compute_{n}" for n in ("80", numbers[-1])]
+        return [*flags, *([SM90A] if "90" in numbers else [])]
+    names = re.split(r"[ ;,]+", listed.replace("Hopper", "9.0+PTX").strip())
+    of_hopper = [name for name in names if re.fullmatch(r"9\.0a?(\+PTX)?", name)]
+    flags = []
+    if others := [name for name in names if name not in of_hopper]:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(others)
+        flags = cpp_extension._get_cuda_arch_flags()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = listed
+    if any(name.endswith("+PTX") for name in of_hopper):
+        flags.append("-gencode=arch=compute_90,code=compute_90")
+    return [*flags, *([SM90A] if of_hopper else [])]
 
+
+SM90A = "-gencode=arch=compute_90a,code=sm_90a"
+NVCC_ARCHITECTURES = architectures()
 
 # A stand-in's headers come before those of the same name.
 includes = [
@@ -225,7 +248,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
             "-Wall",
             "-Wextra",
             *(["-DATTN_STAND_IN"] if STAND_IN else []),
-            *(["-march=native", "-Wno-unknown-pragmas"] if STAND_IN == "cuda" else []),
+            *(STAND_IN_CUDA if STAND_IN == "cuda" else []),
             *ALIGNED,
         ],
         "nvcc": [
@@ -236,7 +259,9 @@ library = (CUDAExtension if CUDA else CppExtension)(
             # No multiply-adds but those that the sources name, because kernels that share a formula
             # promise the same bits.
             "-fmad=false",
-            *architectures(),
+            *NVCC_ARCHITECTURES,
+            # The library chooses kernels that are compiled for sm_90a alone, if it has them.
+            *(["-DATTN_SM90A"] if SM90A in NVCC_ARCHITECTURES else []),
         ],
     },
     # With a soname a C++ program and Python, in one process, have one copy of the library.

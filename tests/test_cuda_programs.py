@@ -152,6 +152,114 @@ MUTATIONS = {
         "    «__syncthreads();»  // the next place is there\n",
         ";",
     ),
+    **{
+        f"Hopper: {name}": (f"cuda/wgmma/{file}.cuh", place, wrong)
+        for name, file, place, wrong in (
+            (
+                "copies are not published",
+                "forward",
+                "      wait_for_copies<0>();\n      «publish_writes();»",
+                ";",
+            ),
+            (
+                "keys are copied over some that are read",
+                "forward",
+                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      const int keys",
+                ";",
+            ),
+            (
+                "rows are copied over some that are read",
+                "forward",
+                "        «wait(shared.queries.empty[0], queries.parity ^ 1);»",
+                ";",
+            ),
+            (
+                "a task is set while the one before is read",
+                "forward",
+                "      «wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);»",
+                ";",
+            ),
+            (
+                "values are read before they have arrived",
+                "forward",
+                "        «wait(shared.values.full[before.stage], before.parity);»",
+                ";",
+            ),
+            (
+                "keys are read before they have arrived",
+                "forward",
+                "        «wait(shared.keys.full[stage.stage], stage.parity);»\n        wait_for_turn",
+                ";",
+            ),
+            (
+                "scores are read before they are there",
+                "forward",
+                "        «wait_for_products<1>(x[0]);»",
+                ";",
+            ),
+            (
+                "the output is read before it is there",
+                "forward",
+                "        «wait_for_products<0>(output[0]);»\n        arrive_once",
+                ";",
+            ),
+            (
+                "weights are packed while products read them",
+                "forward",
+                "        weigh();\n        «keep_beside_products();»",
+                "pack_weights(weights, x[0]);",
+            ),
+            (
+                "products have no fence",
+                "forward",
+                "    «begin_products();»\n#pragma unroll\n    for (int k = 0; k < kKeys / 16",
+                ";",
+            ),
+            ("barriers have no fence", "forward", "        «fence_inits();»", ";"),
+            (
+                "one warp says that all have read",
+                "wgmma",
+                "for (Barrier& b : empty) init(b, «kReaders»);",
+                "1",
+            ),
+            (
+                "a turn is not passed on",
+                "forward",
+                "weights, before.stage);\n        «pass_turn(consumer);»",
+                ";",
+            ),
+            (
+                "keys are released and not read",
+                "forward",
+                "      «arrive_once(shared.queries.empty[0]);»",
+                ";",
+            ),
+            (
+                "pages are looked up that the table does not have",
+                "wgmma",
+                "known[k] = «i < rows» ?",
+                "true",
+            ),
+            (
+                "what lies behind the last keys is read",
+                "wgmma",
+                "copy_async(to, from, «i < rows»);",
+                "true",
+            ),
+            (
+                "a panel is permuted by another row",
+                "wgmma",
+                "(vector % 8 ^ «(row() + i * kRowsAtOnce) % 8») * 16",
+                "row() % 8",
+            ),
+            (
+                "the tiles of the second warpgroup are those of the first",
+                "forward",
+                "from_row(shared.query.matrix(), 64 * «consumer»)",
+                "0",
+            ),
+        )
+    },
 }
 # Without these barriers the stand-in computes the same, because its shuffles wait for all lanes. A
 # search for races finds that one is missing.
@@ -167,6 +275,11 @@ BARRIERS = {
         "      «__syncwarp();»  // all threads of the row",
     ): "check_derivatives",
     ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
+    (
+        "cuda/wgmma/forward.cuh",
+        "      «__syncwarp();»  // all lanes have read the task\n      arrive_once(shared.tasks.empty[tasks.stage]);\n"
+        "    }\n    if (kTurns",
+    ): "check_forward_sm90",
 }
 
 
@@ -176,7 +289,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     to = tmp_path_factory.mktemp("programs")
     errors = [*MUTATIONS.values(), *((*place, ";") for place in BARRIERS)]
     # the stand-in has its own ones of these
-    csrc = mutable_sources(to, errors, "ptx.cuh", "device.h")
+    csrc = mutable_sources(to, errors, "ptx.cuh", "ptx_sm90.cuh", "device.h")
     stand_in = ROOT / "tests" / "stand_in"
     compiler = [COMPILER, "-std=c++20", "-O1", f"-I{stand_in}"]
     subprocess.run([*compiler, "-c", stand_in / "fibers.cpp", "-o", to / "fibers.o"], check=True)
@@ -211,6 +324,7 @@ def run(program: Path, seeds: int, mutation: int = 0, **environment: str) -> str
     for seed in range(seeds):
         guard = {"ATTN_GUARD_BYTES": "0"} if seed % 2 else {}
         chosen = {"ATTN_STAND_IN_SEED": str(seed), "ATTN_MUTATION": str(mutation)}
+        chosen["ATTN_STAND_IN_CAPABILITY"] = "90" if program.name.endswith("sm90") else "80"
         run = subprocess.run(
             [program], env=os.environ | chosen | guard | environment, capture_output=True, text=True
         )
@@ -237,6 +351,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
         "merge": "check_merge",
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",
+        "Hopper": "check_forward_sm90",
     }
     program = programs.get(mutation.split(":")[0], "check_forward")
     number = 1 + [*MUTATIONS].index(mutation)
@@ -248,7 +363,8 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
 @pytest.mark.slow  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize(
-    "name", ["check_forward", "check_merge", "check_backward", "check_derivatives"]
+    "name",
+    ["check_forward", "check_forward_sm90", "check_merge", "check_backward", "check_derivatives"],
 )
 def test_no_race(name: str, compiled: Callable[[str], Path]) -> None:
     assert run(compiled(name), seeds=1, ATTN_STAND_IN_RACES="1") == "right\n"
@@ -263,7 +379,8 @@ def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) 
     assert run(program, seeds=1, mutation=number).endswith("right\n")
     output = run(program, seeds=1, mutation=number, ATTN_STAND_IN_RACES="1")
     assert output.endswith(": a race\n")
-    assert len(re.findall(rf"/{place[0]}:\d+", output)) >= 2, output
+    assert f"/{place[0]}:" in output, output
+    assert len(re.findall(r"/cuda/\w+/\w+\.cuh:\d+", output)) >= 2, output
 
 
 @pytest.mark.slow  # compiles kernels

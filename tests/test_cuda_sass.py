@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.cuda.programs import find
+from tests.cuda.programs import HOPPER, find
 
 ROOT = Path(__file__).parents[1]
 NVCC, NVDISASM = find("nvcc"), find("nvdisasm")
@@ -203,7 +203,7 @@ def compile_kernel(name: str, params: str, spilled: int = 0) -> Kernel:
             f"template __global__ void run_block<{name}>(const __grid_constant__ {params});\n"
             "}\n"
         )
-        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", "-arch=sm_90"]
+        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", *HOPPER]
         usage = subprocess.run(
             [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", "-cubin", source, "-o", cubin],
             capture_output=True,

@@ -23,6 +23,14 @@ inline void require_done(cudaError_t error) {
   std::exit(1);
 }
 
+// Whether the GPU is of this compute capability: 90 is 9.0.
+inline bool is_capability(int wanted) {
+  int major = 0, minor = 0;
+  require_done(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  require_done(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
+  return 10 * major + minor == wanted;
+}
+
 // The bytes of an array, on the host and on the device. Before and after them is a guard, as large as the largest
 // tile, of bytes that are NaN in every format: what is read there makes a result NaN, and nothing may be written there.
 // ATTN_GUARD_BYTES=0 leaves it out for tools that see an access outside of an allocation: compute-sanitizer and

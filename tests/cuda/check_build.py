@@ -74,7 +74,7 @@ def check_registers() -> int:
     command = [find("cuobjdump"), "-res-usage", LIBRARY]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     architectures = re.findall(r"^arch = (\w+)$", usage, re.MULTILINE)
-    assert set(architectures) >= {"sm_80", "sm_90"}, architectures
+    assert set(architectures) >= {"sm_80", "sm_90a"}, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
         allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0

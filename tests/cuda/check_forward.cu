@@ -8,7 +8,6 @@
 #include "check.h"
 #include "cuda/simt/forward.cuh"
 #include "cuda/mma/forward.cuh"
-#include "cuda/wgmma/forward.cuh"
 
 namespace attn::cuda {
 namespace {

@@ -15,6 +15,8 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 PROGRAMS = sorted(path.stem for path in HERE.glob("check_*.cu"))
 
+HOPPER = ["-gencode=arch=compute_90a,code=sm_90a", "-DATTN_SM90A"]
+
 
 def find(tool: str) -> str:
     """The path of a tool of CUDA: of the toolkit, on the PATH, or of a package that has some.
@@ -33,10 +35,10 @@ def find(tool: str) -> str:
 
 
 def compile_program(name: str, to: Path, *options: str) -> Path:
-    """Compiles one for sm_90 and later; with nvcc's words for what it refuses, if it does."""
+    """Compiles one for an H100 and, as PTX, for GPUs since 8.0; with nvcc's words if it refuses."""
     program = to / name
     command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-fmad=false"]
-    command += ["-arch=sm_90", *options]
+    command += [*HOPPER, "-gencode=arch=compute_80,code=compute_80", *options]
     run = subprocess.run(
         [*command, f"-I{CSRC}", HERE / f"{name}.cu", "-o", program],
         capture_output=True,

@@ -78,11 +78,13 @@ struct GroupProduct {
   uint64_t a_matrix, b_matrix;
   bool adds, a_by_columns, b_by_columns;
   std::vector<float> sums;  // C, while it is under way and its registers are NaN
+  bool is_computed = false;
 };
+using ComputeProducts = void (*)(GroupProduct** of_lane, int warp);
 void begin_products();
 void start_product(GroupProduct product);
-void commit_products();
-void wait_for_products(int left, void (*compute)(GroupProduct** of_lane, int warp));
+void commit_products(ComputeProducts compute);
+void wait_for_products(int left, ComputeProducts compute);
 
 unsigned char* shared_memory();
 // Whether [pointer, pointer + bytes) lies in the block's shared memory.
@@ -94,7 +96,8 @@ bool is_shared(const void* pointer, size_t bytes);
 void* allocate(size_t bytes);
 void release(void* memory);
 
-void run(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
+// `code`: the kernel. With ATTN_STAND_IN_LAUNCHES its name is printed, if the program or library exports it.
+void run(dim3 grid, dim3 block, size_t shared_bytes, const void* code, const std::function<void()>& kernel);
 
 }  // namespace stand_in
 
@@ -168,10 +171,17 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Param
   if (!c->gridDim.x || !c->gridDim.y || c->gridDim.x > 0x7fffffffu || c->gridDim.y > 65535 || threads > 1024 ||
       c->dynamicSmemBytes > stand_in_shared_memory())
     return cudaErrorInvalidConfiguration;
-  stand_in::run(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(arguments...); });
+  stand_in::run(c->gridDim, c->blockDim, c->dynamicSmemBytes, reinterpret_cast<const void*>(kernel),
+                [&] { kernel(arguments...); });
   return cudaSuccess;
 }
 
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const int capability = stand_in::capability();
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10 : capability % 10;
+  return cudaSuccess;
+}
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class F>
 cudaError_t cudaFuncSetAttribute(F*, cudaFuncAttribute, int value) {

@@ -1,4 +1,6 @@
 // Threads of a CUDA block as fibers of one thread; see cuda_runtime.h here.
+#include <cxxabi.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -68,6 +70,7 @@ struct Fiber {
   dim3 thread;
   int index = 0;
   bool done = false;
+  bool is_slow = false;
   bool some = false;  // of those who waited with it at a barrier has brought true
   char waits_for[80];
   std::vector<Copy> started;                // not committed
@@ -75,6 +78,7 @@ struct Fiber {
   std::vector<size_t> written;              // units of shared memory that it has not published
   std::vector<BulkAdd> bulk;
   bool has_begun_products = false;
+  unsigned commits = 0;                // of groups of products
   std::vector<GroupProduct> products;  // not committed
   std::deque<std::vector<GroupProduct>> groups;
 
@@ -127,6 +131,13 @@ const unsigned seed = [] {
   const char* given = std::getenv("ATTN_STAND_IN_SEED");
   return given ? static_cast<unsigned>(std::atoi(given)) : 0;
 }();
+
+// A number that depends on the seed and on two others alone.
+unsigned drawn(unsigned a, unsigned b) {
+  unsigned x = (seed + 1) * 0x9e3779b9u ^ (a + 1) * 0x85ebca6bu ^ (b + 1) * 0xc2b2ae35u;
+  x = (x ^ x >> 15) * 0x2c1b3c6du;
+  return (x ^ x >> 12) * 0x297a2d39u >> 8;
+}
 
 // Fills memory that has not been written with NaN in every format. With odd seeds it is -inf in bfloat16, so that a
 // mask that is read too early hides keys.
@@ -204,7 +215,10 @@ void switch_from(void** stack_pointer) {
     if (launch->live == 0) return attn_stand_in_switch(stack_pointer, launch->caller);
     fail_with_states("deadlock: threads wait for others that do not come");
   }
-  std::swap(ready[launch->random() % ready.size()], ready.back());
+  // Some warps are slow: they seldom run while others can.
+  size_t chosen = launch->random() % ready.size();
+  for (int again = 0; again < 8 && ready[chosen]->is_slow; ++again) chosen = launch->random() % ready.size();
+  std::swap(ready[chosen], ready.back());
   Fiber* next = ready.back();
   ready.pop_back();
   if (next == running && stack_pointer == &next->stack_pointer) return;
@@ -353,7 +367,9 @@ static SharedBarrier& barrier_at(void* at) {
 }
 void init_barrier(void* barrier, int arrivals) {
   if (!is_shared(barrier, 8) || reinterpret_cast<uintptr_t>(barrier) % 8) fail("a barrier is not in shared memory");
-  block().barriers[barrier] = SharedBarrier{.arrivals = arrivals, .left = arrivals};
+  SharedBarrier& b = block().barriers[barrier];
+  b = {};
+  b.arrivals = b.left = arrivals;
 }
 void fence_barriers() {
   for (auto& [_, b] : block().barriers) b.is_fenced = true;
@@ -488,40 +504,65 @@ void start_product(GroupProduct p) {
   mine.sums.assign(mine.c, mine.c + 4 * mine.n);
   std::fill(mine.c, mine.c + 4 * mine.n, NAN);
 }
-void commit_products() {
-  running->groups.push_back(std::move(running->products));
-  running->products.clear();
-  running->has_begun_products = false;
+// Computes the products of a group of a warp, of which `of_lane` are the fibers. The sums of a product go on to the
+// next one that adds to the same registers.
+static void compute_group(void** of_lane, size_t group, ComputeProducts compute) {
+  const auto group_of = [&](int l) -> std::vector<GroupProduct>& {
+    return static_cast<Fiber*>(of_lane[l])->groups[group];
+  };
+  const size_t count = group_of(0).size();
+  for (size_t i = 0; i < count; ++i) {
+    GroupProduct* products[32];
+    for (int l = 0; l < 32; ++l) {
+      if (group_of(l).size() != count) fail("lanes have started different products");
+      products[l] = &group_of(l)[i];
+    }
+    compute(products, running->index / 32 % 4);
+    for (int l = 0; l < 32; ++l) {
+      products[l]->is_computed = true;
+      const auto next = std::find_if(group_of(l).begin() + static_cast<std::ptrdiff_t>(i) + 1, group_of(l).end(),
+                                     [&](const GroupProduct& x) { return x.c == products[l]->c; });
+      if (next != group_of(l).end()) next->sums = std::move(products[l]->sums);
+    }
+  }
 }
-void wait_for_products(int left, void (*compute)(GroupProduct** of_lane, int warp)) {
-  static thread_local void (*chosen)(GroupProduct**, int);
-  chosen = compute;
+static thread_local ComputeProducts compute_now;
+
+// A GPU reads a group's operands at any time between its commit and the wait. Here it is either of these, as the seed
+// draws.
+void commit_products(ComputeProducts compute) {
+  Fiber* const me = running;
+  me->groups.push_back(std::move(me->products));
+  me->products.clear();
+  me->has_begun_products = false;
+  const bool early = drawn(static_cast<unsigned>(me->index / 32), me->commits++) % 2 == 0;
+  const auto waits = [](const auto& group) { return !group.empty() && !group.front().is_computed; };
+  if (!early || std::count_if(me->groups.begin(), me->groups.end(), waits) != 1) return;
+  compute_now = compute;
+  collective("commit_products", me, [](void** of_lane) {
+    compute_group(of_lane, static_cast<Fiber*>(of_lane[0])->groups.size() - 1, compute_now);
+  });
+}
+void wait_for_products(int left, ComputeProducts compute) {
   while (running->groups.size() > static_cast<size_t>(left)) {
+    compute_now = compute;
     collective("wait_for_products", running, [](void** of_lane) {
-      const int warp = running->index / 32 % 4;
-      auto* const first = static_cast<Fiber*>(of_lane[0]);
-      for (size_t i = 0; i < first->groups.front().size(); ++i) {
-        GroupProduct* products[32];
-        for (int l = 0; l < 32; ++l) {
-          auto& groups = static_cast<Fiber*>(of_lane[l])->groups;
-          if (groups.front().size() != first->groups.front().size()) fail("lanes have started different products");
-          products[l] = &groups.front()[i];
-        }
-        chosen(products, warp);
-        for (int l = 0; l < 32; ++l) {  // the sums go on to the next product of the same registers, or to these
-          auto& groups = static_cast<Fiber*>(of_lane[l])->groups;
-          GroupProduct* next = nullptr;
-          for (size_t g = 0; g < groups.size() && !next; ++g)
-            for (size_t k = g == 0 ? i + 1 : 0; k < groups[g].size() && !next; ++k)
-              if (groups[g][k].c == products[l]->c) next = &groups[g][k];
-          if (next)
-            next->sums = std::move(products[l]->sums);
-          else
-            std::copy(products[l]->sums.begin(), products[l]->sums.end(), products[l]->c);
-        }
-      }
+      auto& first = static_cast<Fiber*>(of_lane[0])->groups.front();
+      if (!first.empty() && !first.front().is_computed) compute_group(of_lane, 0, compute_now);
     });
-    running->groups.pop_front();
+    auto& groups = running->groups;
+    for (GroupProduct& done : groups.front()) {
+      if (done.sums.empty()) continue;
+      GroupProduct* next = nullptr;
+      for (size_t g = 1; g < groups.size() && !next; ++g)
+        for (GroupProduct& x : groups[g])
+          if (x.c == done.c && !next) next = &x;
+      if (next)
+        next->sums = std::move(done.sums);
+      else
+        std::copy(done.sums.begin(), done.sums.end(), done.c);
+    }
+    groups.pop_front();
   }
 }
 
@@ -577,7 +618,9 @@ void start_block() {
     Fiber& f = *b.fibers[i];
     const auto t = static_cast<unsigned>(i);
     f.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+    f.is_slow = drawn(t / 32, static_cast<unsigned>(b.place)) % 4 == 0;
     f.done = f.has_begun_products = false;
+    f.commits = 0;
     f.written.clear();
     prepare(f);
     launch->ready.push_back(&f);
@@ -586,7 +629,16 @@ void start_block() {
 
 }  // namespace
 
-void run(dim3 grid, dim3 block_size, size_t shared_bytes, const std::function<void()>& kernel) {
+void run(dim3 grid, dim3 block_size, size_t shared_bytes, const void* code, const std::function<void()>& kernel) {
+  static const bool prints = std::getenv("ATTN_STAND_IN_LAUNCHES") != nullptr;
+  if (prints) {
+    Dl_info found{};
+    dladdr(code, &found);
+    const std::unique_ptr<char, decltype(&std::free)> name(
+        abi::__cxa_demangle(found.dli_sname ? found.dli_sname : "?", nullptr, nullptr, nullptr), &std::free);
+    std::printf("launch of %u blocks: %s\n", grid.x * grid.y, name ? name.get() : "?");
+    std::fflush(stdout);
+  }
   if (!launch) launch = std::make_unique<Launch>();
   Launch& l = *launch;
   if (size_t{block_size.x} * block_size.y * block_size.z % 32) fail("a block of incomplete warps");

@@ -1,5 +1,6 @@
 // In place of csrc/cuda/shared/ptx_sm90.cuh, which says what each function does. What a GPU may do at any time happens
-// as late as it can: accumulators are NaN until the wait for their products, and operands are read at this wait.
+// as late as it can, or as early: accumulators are NaN until the wait for their products, and operands are read at this
+// wait or at the commit.
 #pragma once
 
 #include <vector>
@@ -84,6 +85,7 @@ namespace fragments {
 
 // Reads a matrix [rows x 16] of 16-bit numbers as a product of a warpgroup does.
 template <class S>
+__attribute__((no_sanitize("thread")))  // races.h hears of it by check_published()
 void read_matrix(Matrix m, int first, int rows, bool by_columns, float (*to)[16]) {
   if (m >> 62 != 1) stand_in::fail("products know only panels of 128 bytes");
   const auto field = [&](int bit) { return static_cast<uint32_t>(m >> bit & 0x3fff) << 4; };
@@ -108,7 +110,7 @@ void read_matrix(Matrix m, int first, int rows, bool by_columns, float (*to)[16]
 }
 
 template <class S>
-__attribute__((no_sanitize("thread")))  // races.h hears of it by check_published()
+__attribute__((no_sanitize("thread")))  // it only reads registers
 void multiply_group(stand_in::GroupProduct** of_lane, int warp) {
   const stand_in::GroupProduct& p = *of_lane[0];
   const int cols = 8 * p.n;
@@ -135,10 +137,10 @@ void multiply_group(stand_in::GroupProduct** of_lane, int warp) {
 
 }  // namespace fragments
 
-inline void begin_products() { stand_in::begin_products(); }
-inline void commit_products() { stand_in::commit_products(); }
 // Of the latest products' type; all products that are under way have one type.
-inline thread_local void (*multiply_group_now)(stand_in::GroupProduct**, int) = nullptr;
+inline thread_local stand_in::ComputeProducts multiply_group_now = nullptr;
+inline void begin_products() { stand_in::begin_products(); }
+inline void commit_products() { stand_in::commit_products(multiply_group_now); }
 template <int kLeft, int N>
 void wait_for_products(float (&)[N][4]) {
   stand_in::wait_for_products(kLeft, multiply_group_now);
