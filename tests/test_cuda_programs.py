@@ -164,7 +164,7 @@ MUTATIONS = {
             (
                 "keys are copied over some that are read",
                 "forward",
-                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      const int keys",
+                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      const",
                 ";",
             ),
             (
@@ -188,7 +188,7 @@ MUTATIONS = {
             (
                 "keys are read before they have arrived",
                 "forward",
-                "        «wait(shared.keys.full[stage.stage], stage.parity);»\n        wait_for_turn",
+                "        «wait(shared.keys.full[stage.stage], stage.parity);»\n        wait_",
                 ";",
             ),
             (
@@ -206,7 +206,7 @@ MUTATIONS = {
             (
                 "weights are packed while products read them",
                 "forward",
-                "        weigh();\n        «keep_beside_products();»",
+                "        weigh(tile);\n        «keep_beside_products();»",
                 "pack_weights(weights, x[0]);",
             ),
             (
@@ -277,8 +277,7 @@ BARRIERS = {
     ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
     (
         "cuda/wgmma/forward.cuh",
-        "      «__syncwarp();»  // all lanes have read the task\n      arrive_once(shared.tasks.empty[tasks.stage]);\n"
-        "    }\n    if (kTurns",
+        " attend(work, consumer, place);\n      «__syncwarp();»",
     ): "check_forward_sm90",
 }
 

@@ -91,15 +91,14 @@ def in_order(kernel: Kernel) -> tuple[list[int], set[tuple[int, int]]]:
 SELDOM = r"MUFU\.RCP|I2F|.*\b0x7f80\b"
 
 
-def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
-    """The names of the instructions of one pass through the loop over tiles.
+def passes(kernel: Kernel, most: tuple[str, ...]) -> Iterator[list[Instruction]]:
+    """For each loop, the instructions of one pass through it.
 
-    The loop is one with most products, of these with most of `loop`, and the shortest. The pass is
-    one with fewest of `SELDOM`, then most of each of `most`, and else with fewest instructions:
-    what a tile takes in which nothing is hidden or left over. Loops within count once.
+    The pass is one with fewest of `SELDOM`, then most of each of `most`, and else with fewest
+    instructions: what a tile takes in which nothing is hidden or left over. Loops within count once.
     """
     names = [instruction.name for instruction in kernel.instructions]
-    counted = [re.compile(pattern) for pattern in ("HMMA", *most)]
+    counted = [re.compile(pattern) for pattern in most]
     seldom, texts = re.compile(SELDOM), [f"{i.name} {i.operands}" for i in kernel.instructions]
     order, closing = in_order(kernel)
     costs = {
@@ -110,31 +109,37 @@ def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[str]:
         )
         for at in order
     }
+    for head in {to for _, to in closing}:
+        best = {head: (costs[head], -1)}  # and the instruction before
+        ends = []
+        for at in order[order.index(head) :]:
+            if at not in best:
+                continue
+            if (at, head) in closing:
+                ends.append(at)
+            for to in kernel.after(at):
+                sums = tuple(map(sum, zip(best[at][0], costs[to], strict=True)))
+                if (at, to) not in closing and (to not in best or sums > best[to][0]):
+                    best[to] = sums, at
+        at = max(ends, key=lambda end: best[end][0], default=-1)
+        path = []
+        while at >= 0:
+            path.append(kernel.instructions[at])
+            at = best[at][1]
+        yield path[::-1]
 
-    def passes() -> Iterator[list[str]]:
-        for head in {to for _, to in closing}:
-            best = {head: (costs[head], -1)}  # and the instruction before
-            ends = []
-            for at in order[order.index(head) :]:
-                if at not in best:
-                    continue
-                if (at, head) in closing:
-                    ends.append(at)
-                for to in kernel.after(at):
-                    sums = tuple(map(sum, zip(best[at][0], costs[to], strict=True)))
-                    if (at, to) not in closing and (to not in best or sums > best[to][0]):
-                        best[to] = sums, at
-            at = max(ends, key=lambda end: best[end][0], default=-1)
-            path = []
-            while at >= 0:
-                path.append(names[at])
-                at = best[at][1]
-            yield path[::-1]
 
-    def count(path: list[str], pattern: str) -> int:
-        return sum(bool(re.match(pattern, name)) for name in path)
+def main_loop(kernel: Kernel, most: tuple[str, ...], loop: str) -> list[Instruction]:
+    """A pass through the loop over tiles.
 
-    return max(passes(), key=lambda path: (count(path, "HMMA"), count(path, loop), -len(path)))
+    It is the loop with most of most[0], of these with most of `loop`, and the shortest.
+    """
+    found = passes(kernel, most)
+    return max(found, key=lambda path: (count(path, most[0]), count(path, loop), -len(path)))
+
+
+def count(path: list[Instruction], pattern: str) -> int:
+    return sum(bool(re.match(pattern, instruction.name)) for instruction in path)
 
 
 class Limit(NamedTuple):
@@ -219,7 +224,76 @@ def compile_kernel(name: str, params: str, spilled: int = 0) -> Kernel:
 def test_instructions_of_a_tile(name: str) -> None:
     limit = LIMITS[name]
     path = main_loop(
-        compile_kernel(limit.kernel, limit.params, limit.spilled), limit.most, limit.loop
+        compile_kernel(limit.kernel, limit.params, limit.spilled),
+        ("HMMA", *limit.most),
+        limit.loop,
     )
-    assert sum(n.startswith("HMMA") for n in path) == limit.products
+    assert count(path, "HMMA") == limit.products
     assert len(path) <= limit.instructions
+
+
+class HopperLimit(NamedTuple):
+    """A limit of the loop over tiles of a consumer, in which no key is hidden."""
+
+    kernel: str
+    products: int  # HGMMA
+    instructions: int
+    registers: int
+    copies: int  # of a thread of the producer, for a tile
+    copying: int  # instructions of the producer, for a tile
+
+
+HOPPER_LIMITS = {
+    "forward, 64": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", 12, 440, 160, 16, 112
+    ),
+    "forward, 128": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false>", 16, 500, 232, 32, 176
+    ),
+    "forward, 256": HopperLimit(
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 504, 232, 40, 204
+    ),
+}
+
+
+@functools.cache
+def compile_for_hopper(name: str) -> Kernel:
+    """Compiles one instantiation. ptxas serializes no products (its warnings C7500 to C7599)."""
+    with tempfile.TemporaryDirectory() as to:
+        source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
+        source.write_text(
+            '#include "cuda/wgmma/forward.cuh"\n'
+            "namespace attn::cuda {\n"
+            f"template __global__ void run_block<{name}>(const __grid_constant__ ForwardParams);\n"
+            "}\n"
+        )
+        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", *HOPPER]
+        said = subprocess.run(
+            [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", "-cubin", source, "-o", cubin],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        assert not re.search(r"C75\d\d|serializ", said), said
+        return disassemble(cubin)
+
+
+@pytest.mark.parametrize("name", HOPPER_LIMITS)
+def test_instructions_of_a_tile_on_hopper(name: str) -> None:
+    """A consumer's loop has few instructions, all in registers, and its softmax beside products."""
+    limit = HOPPER_LIMITS[name]
+    kernel = compile_for_hopper(limit.kernel)
+    path = main_loop(kernel, ("HGMMA",), "HGMMA")
+    registers = [int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)]
+    waits = [n for n, x in enumerate(path) if x.name.startswith("WARPGROUP.DEPBAR")]
+    exponentials = [n for n, x in enumerate(path) if x.name.startswith("MUFU.EX2")]
+    assert count(path, "HGMMA") == limit.products
+    assert len(path) <= limit.instructions
+    assert max(registers) < limit.registers
+    assert count(path, "LDL|STL") == 0
+    # From the wait for the scores on, all but the last product are under way until the second wait.
+    first, second = waits
+    assert first < exponentials[0]
+    assert exponentials[-1] < second
+    of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "LDGSTS") == limit.copies]
+    assert min(map(len, of_producer)) <= limit.copying

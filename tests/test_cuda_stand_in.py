@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,15 @@ TESTS = [
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]
+# At 9.0 Hopper's kernels compute the forward, with ATTN_INVARIANT that of few rows and pages, too.
+ON_HOPPER = [
+    f"tests/test_{name}.py"
+    for name in ("forward", "nan", "options", "options_promises", "paged", "varlen", "invariance")
+]
 LEFT_OUT = [
     "test_validate and (operator or gradient or (leading and with_weights))",
     "test_stats and (long_sequence or beyond)",
-    "fewer_than_two_dimensions or third_order or weigh_alike or memory_is_linear",
+    "fewer_than_two_dimensions or third_order or weigh_alike or memory or many_sequences",
 ]
 
 
@@ -45,15 +51,17 @@ def library() -> Path:
     return build_stand_in("cuda")
 
 
-def environment(library: Path, seed: int) -> dict[str, str]:
+def environment(library: Path, seed: int, capability: int = 80) -> dict[str, str]:
     """For a process whose calls on the CPU run the CUDA kernels, threads in this random order.
 
-    New memory holds large numbers, so that no result is right by chance if memory is not written.
+    They run as on a GPU of this compute capability (80 is 8.0). New memory holds large numbers, so
+    that no result is right by chance if memory is not written.
     """
     return {
         "MALLOC_PERTURB_": "128",  # glibc fills memory with its complement, 0x7f
         "ATTN_LIBRARY": str(library),
         "ATTN_STAND_IN_SEED": str(seed),
+        "ATTN_STAND_IN_CAPABILITY": str(capability),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
 
@@ -63,14 +71,98 @@ def test_kernels(library: Path) -> None:
     run_tests(*some, *TESTS, at_least=380, **environment(library, seed=1))
 
 
+def test_kernels_of_hopper(library: Path) -> None:
+    some = ["--tiers", "quick", "-k", f"not ({' or '.join(LEFT_OUT)})"]
+    options = {**environment(library, seed=1, capability=90), "ATTN_INVARIANT": "1"}
+    run_tests(*some, *ON_HOPPER, at_least=250, **options)
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_forward_in_another_order_of_threads(library: Path, seed: int) -> None:
     some = ["-k", "mixed_layouts or expanded or many_dimensions"]
     run_tests("tests/test_forward.py", *some, at_least=50, **environment(library, seed))
 
 
-def test_random_problems() -> None:
+@pytest.mark.parametrize("capability", [80, 90])
+def test_random_problems(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_STAND_IN_CAPABILITY", str(capability))
     run_fuzz("cuda", 400)
+
+
+# (dtype, sizes of a head, options) and the kernels of its forward on GPUs of 8.0, 9.0 and 10.0.
+CALLS = {
+    "64": "L=100",
+    "128, causal": "L=100, D=128, is_causal=True",
+    "256": "L=100, D=256",
+    "padded to 128": "L=100, D=72, V=104",
+    "float16": "L=100, dtype=torch.float16",
+    "float32": "L=100, dtype=torch.float32",
+    "float64": "L=100, dtype=torch.float64",
+    "head_dim beyond 256": "L=100, D=264",
+    "few rows": "L=64",
+    "few rows, grouped": "L=64, heads=4, key_heads=1, enable_gqa=True",
+    "many keys": "L=100, S=3000",
+    "window": "L=100, is_causal=True, window_size=(20, 0)",
+    "sinks": "L=100, sinks=torch.zeros(2)",
+    "rows that are not aligned": "L=100, D=68",
+    "boolean mask": "L=100, attn_mask=torch.ones(100, 100).tril().bool()",
+    "mask": "L=100, attn_mask=torch.zeros(100, 100).bfloat16()",
+    "float32 mask": "L=100, attn_mask=torch.zeros(100, 100)",
+    "cap": "L=100, softcap=20.0",
+    "ALiBi": "L=100, alibi_slopes=torch.ones(2)",
+    "dropout": "L=100, dropout_p=0.5",
+    "negative scale": "L=100, scale=-0.1",
+    "invariant": "L=100, invariant=True",
+    "invariant, one row": "L=1, invariant=True",
+    "invariant, many keys": "L=100, S=3000, invariant=True",
+    "invariant, mask": "L=100, attn_mask=torch.ones(100, 100).bool(), invariant=True",
+    "invariant, float32": "L=100, dtype=torch.float32, invariant=True",
+    "pages": "L=100, paged=True",
+    "pages, invariant": "L=100, paged=True, invariant=True",
+}
+SIMT, MMA = "ForwardSimt", "ForwardMma"
+ON_80 = {
+    "float32": SIMT, "float64": SIMT, "head_dim beyond 256": SIMT, "float32 mask": SIMT,
+    "invariant, float32": SIMT,
+}  # fmt: skip
+NOT_ON_WGMMA = {
+    *ON_80, "few rows", "boolean mask", "mask", "cap", "ALiBi", "dropout", "negative scale",
+    "invariant, mask", "pages",
+}  # fmt: skip
+PRINT_KERNELS = """
+import contextlib, sys, torch, torch_attn
+
+def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invariant=False,
+         paged=False, **options):
+    S, V = S or L, V or D
+    query = torch.randn(1, heads, L, D, dtype=dtype)
+    key, value = (torch.randn(1, key_heads, S, n, dtype=dtype) for n in (D, V))
+    with torch_attn.invariant() if invariant else contextlib.nullcontext():
+        if not paged:
+            return torch_attn.sdpa(query, key, value, **options)
+        pool = torch.randn(2, 8, 16, key_heads, D, dtype=dtype)
+        table, length = torch.arange(8, dtype=torch.int32)[None], torch.tensor([S])
+        return torch_attn.varlen_attn(query[0].movedim(0, 1), *pool, torch.tensor([0, L]), None,
+                                      L, S, seqused_k=length, block_table=table)
+
+for text in sys.argv[1:]:
+    print("call", text, flush=True)
+    eval(f"call({text})")
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
+    options = {**environment(library, 1, capability), "ATTN_STAND_IN_LAUNCHES": "1"}
+    printed = run_python("-c", PRINT_KERNELS, *CALLS.values(), **options)
+    found = dict(zip(CALLS, printed.split("call ")[1:], strict=True))
+    for name, launches in found.items():
+        expected = ON_80.get(name, MMA)
+        if capability == 90 and name not in NOT_ON_WGMMA:
+            expected = "ForwardWgmma"
+        kernels = set(re.findall(r"attn::cuda::(Forward\w+)<", launches))
+        assert kernels == {expected}, f"{name}: {launches}"
+        assert ("merge_splits" in launches) == (name == "many keys"), f"{name}: {launches}"
 
 
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)

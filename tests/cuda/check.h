@@ -43,6 +43,7 @@ class Memory {
     all().push_back(this);
   }
   Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
   ~Memory() {
     std::erase(all(), this);
     cudaFree(device_);

@@ -27,10 +27,25 @@ struct ForwardWgmma {
   using KeyCopy = PanelCopy<S, kKeys, kDim, kCopying>;
   using Tile = PanelTile<S, kKeys, kDim>;
 
+  // A task and its tiles of keys. Every row sees all keys of the tiles from first_seen to last_seen - 1.
+  struct Work {
+    Task task;
+    int tiles, first_seen, last_seen;
+
+    __device__ __forceinline__ void set(const ForwardParams& p, int64_t number) {
+      task.set(p, number, kRows, kKeys);
+      const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
+      tiles = static_cast<int>(divide_up(keys, kKeys));
+      if (tiles == 0) return;
+      const Range seen = task.seen_by_all;
+      first_seen = static_cast<int>(divide_up(smaller(keys, larger(0, seen.first - task.first_key)), kKeys));
+      last_seen = static_cast<int>(smaller(keys, larger(0, seen.last - task.first_key)) / kKeys);
+    }
+  };
   struct Shared {
     PanelTile<S, kRows, kDim> query;
     Tile key[kStages], value[kStages];
-    Task task[2];  // a block's tasks use them in turns
+    Work work[2];  // a block's tasks use them in turns
     RingBarriers<2, 1, kReaders + 4> tasks;
     RingBarriers<1, kGroupThreads, kReaders> queries;
     RingBarriers<kStages, kCopying, kReaders> keys, values;
@@ -77,14 +92,15 @@ struct ForwardWgmma {
     Ring<1> queries;
     Ring<kStages> stage;  // of keys or of values, whichever this thread copies
     for (; number < blocks(p); number += step(), tasks = tasks.after()) {
-      Task& task = shared.task[tasks.stage];
+      Work& work = shared.work[tasks.stage];
+      const Task& task = work.task;
       wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);
       if (thread_index() % kGroupThreads == 0) {
-        task.set(p, number, kRows, kKeys);
+        work.set(p, number);
         arrive(shared.tasks.full[tasks.stage]);
       }
       wait(shared.tasks.full[tasks.stage], tasks.parity);
-      if (task.rows > 0 && task.first_key < task.last_key) {
+      if (work.tiles > 0) {
         wait(shared.queries.empty[0], queries.parity ^ 1);
         QueryCopy{thread_index() % kGroupThreads}.start_scattered(
             shared.query, head_of<S>(p, p.query, task.n, 0), task.rows, p.head_dim, [&](int i) {
@@ -161,8 +177,8 @@ struct ForwardWgmma {
     if (kTurns && consumer == 0) arrive_threads<2 * kGroupThreads>(kTurn);
     for (; number < blocks(p); number += step(), tasks = tasks.after()) {
       wait(shared.tasks.full[tasks.stage], tasks.parity);
-      const Task& task = shared.task[tasks.stage];
-      if (task.rows > 0) attend(task, consumer, place);
+      const Work& work = shared.work[tasks.stage];
+      if (uniform(work.task.rows) > 0) attend(work, consumer, place);
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
     }
@@ -180,22 +196,27 @@ struct ForwardWgmma {
     return row_after(task.sequence.queries, task.row_at(), RowTile<kRows>::last_repeated(i, task.rows));
   }
 
-  __device__ __forceinline__ void attend(const Task& task, int consumer, Place& place) {
+  // The number that all lanes of the warp hold. The compiler sees that they do, and computes what follows once for all.
+  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+  __device__ __forceinline__ void attend(const Work& work, int consumer, Place& place) {
+    const Task& task = work.task;
     const Softmax softmax{p};
     const int own = 16 * MmaThread().warp;  // the warp's first row
     Output output[1] = {};
     float best[2] = {-infinity<float>(), -infinity<float>()}, sum[2] = {};
-    if (task.first_key < task.last_key) {
+    const int tiles = uniform(work.tiles);
+    if (tiles > 0) {
+      const int first_seen = uniform(work.first_seen), last_seen = uniform(work.last_seen);
       const OwnRows rows{{row_of(task, own + thread_index() % 16).position}};
       Scores x[1];
       Weights weights;
       float factor[2];
-      const int64_t last = task.last_key;
-      int64_t key = task.first_key;
-      // Turns the scores of the tile at `key` into weights, which stay in x until pack_weights().
-      const auto weigh = [&] {
-        if (!task.all_visible(key, kKeys))
-          ScoresMma<S, kKeys / 8, false>::hide_keys(x[0], own, task.sequence, rows, kRows, key);
+      // Turns the scores of a tile into weights, which stay in x until pack_weights().
+      const auto weigh = [&](int tile) {
+        if (tile < first_seen || tile >= last_seen)
+          ScoresMma<S, kKeys / 8, false>::hide_keys(x[0], own, task.sequence, rows, kRows,
+                                                    task.first_key + int64_t{tile} * kKeys);
         float shift[2];
         const float old[2] = {best[0], best[1]};
         softmax.raise(best, x);
@@ -211,10 +232,10 @@ struct ForwardWgmma {
       pass_turn(consumer);
       wait_for_products<0>(x[0]);
       arrive_once(shared.keys.empty[stage.stage]);
-      weigh();
+      weigh(0);
       pack_weights(weights, x[0]);
 #pragma unroll 1
-      for (key += kKeys; key < last; key += kKeys) {
+      for (int tile = 1; tile < tiles; ++tile) {
         const Ring<kStages> before = stage;
         stage = stage.after();
         wait(shared.keys.full[stage.stage], stage.parity);
@@ -225,7 +246,7 @@ struct ForwardWgmma {
         pass_turn(consumer);
         wait_for_products<1>(x[0]);
         arrive_once(shared.keys.empty[stage.stage]);
-        weigh();
+        weigh(tile);
         keep_beside_products();
         wait_for_products<0>(output[0]);
         arrive_once(shared.values.empty[before.stage]);
