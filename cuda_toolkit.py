@@ -79,3 +79,39 @@ def choose(torch_cuda: str | None) -> Path | None:
             lacking = "a torch with CUDA (this is a build without)"
         raise SystemExit(f"ATTN_CUDA is 1, which needs {lacking}")
     return None
+
+
+# An H100's kernels need its own architecture, with the letter.
+SM90A = "-gencode=arch=compute_90a,code=sm_90a"
+
+
+def architectures(toolkit: Path, listed: str) -> list[str]:
+    """nvcc's options: for which GPUs it compiles.
+
+    By default, binaries for A100, H100, B200 and RTX 50, of which nvcc knows the last two from
+    CUDA 12.8 on, and PTX for GPUs between and after them.
+
+    Args:
+        listed: TORCH_CUDA_ARCH_LIST, which lists others, as for torch. A 9.0 in the list, with or
+            without an "a", means sm_90a.
+    """
+    if not listed.strip():
+        command = [toolkit / "bin" / "nvcc", "--list-gpu-arch"]
+        known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        numbers = [n for n in ("80", "90", "100", "120") if f"compute_{n}" in known]
+        flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers if n != "90"]
+        flags += [f"-gencode=arch=compute_{n},code=compute_{n}" for n in ("80", numbers[-1])]
+        return [*flags, *([SM90A] if "90" in numbers else [])]
+    names = re.split(r"[ ;,]+", listed.replace("Hopper", "9.0+PTX").strip(" ;,"))
+    of_hopper = [name for name in names if re.fullmatch(r"9\.0a?(\+PTX)?", name)]
+    others = [name for name in names if name not in of_hopper]
+    flags = []
+    if others:
+        from torch.utils.cpp_extension import _get_cuda_arch_flags  # reads the environment
+
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(others)
+        flags = _get_cuda_arch_flags()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = listed
+    if any(name.endswith("+PTX") for name in of_hopper):
+        flags.append("-gencode=arch=compute_90,code=compute_90")
+    return [*flags, *([SM90A] if of_hopper else [])]

@@ -80,7 +80,6 @@ if CUDA:
     os.environ["CUDA_HOME"] = str(TOOLKIT)
 
 # After CUDA_HOME, which it reads when it is imported.
-from torch.utils import cpp_extension  # noqa: E402
 from torch.utils.cpp_extension import (  # noqa: E402
     BuildExtension,
     CppExtension,
@@ -199,37 +198,8 @@ class BuildLibrary(BuildExtension):
             (package / template.stem).write_text(text)
 
 
-def architectures() -> list[str]:
-    """nvcc's options: for which GPUs it compiles.
-
-    Binaries for A100, H100, B200 and RTX 50, of which nvcc knows the last two from CUDA 12.8 on;
-    PTX for GPUs between and after them. TORCH_CUDA_ARCH_LIST lists others, as for torch. An H100's
-    kernels need sm_90a, with the letter: for a 9.0 in the list it stands, with or without an "a".
-    """
-    if TOOLKIT is None:
-        return []
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if not listed:
-        command = [TOOLKIT / "bin" / "nvcc", "--list-gpu-arch"]
-        known = subprocess.check_output(command, text=True).split()
-        numbers = [n for n in ("80", "90", "100", "120") if f"compute_{n}" in known]
-        flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers if n != "90"]
-        flags += [f"-gencode=arch=compute_{n},code=compute_{n}" for n in ("80", numbers[-1])]
-        return [*flags, *([SM90A] if "90" in numbers else [])]
-    names = re.split(r"[ ;,]+", listed.replace("Hopper", "9.0+PTX").strip())
-    of_hopper = [name for name in names if re.fullmatch(r"9\.0a?(\+PTX)?", name)]
-    flags = []
-    if others := [name for name in names if name not in of_hopper]:
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(others)
-        flags = cpp_extension._get_cuda_arch_flags()
-        os.environ["TORCH_CUDA_ARCH_LIST"] = listed
-    if any(name.endswith("+PTX") for name in of_hopper):
-        flags.append("-gencode=arch=compute_90,code=compute_90")
-    return [*flags, *([SM90A] if of_hopper else [])]
-
-
-SM90A = "-gencode=arch=compute_90a,code=sm_90a"
-NVCC_ARCHITECTURES = architectures()
+ARCH_LIST = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+ARCHITECTURES = [] if TOOLKIT is None else cuda_toolkit.architectures(TOOLKIT, ARCH_LIST)
 
 # A stand-in's headers come before those of the same name.
 includes = [
@@ -259,9 +229,9 @@ library = (CUDAExtension if CUDA else CppExtension)(
             # No multiply-adds but those that the sources name, because kernels that share a formula
             # promise the same bits.
             "-fmad=false",
-            *NVCC_ARCHITECTURES,
+            *ARCHITECTURES,
             # The library chooses kernels that are compiled for sm_90a alone, if it has them.
-            *(["-DATTN_SM90A"] if SM90A in NVCC_ARCHITECTURES else []),
+            *(["-DATTN_SM90A"] if cuda_toolkit.SM90A in ARCHITECTURES else []),
         ],
     },
     # With a soname a C++ program and Python, in one process, have one copy of the library.

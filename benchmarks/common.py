@@ -56,6 +56,7 @@ class Case:
     mask: str | None = None  # "bool", or "grad": a floating mask that wants a gradient
     dropout: float = 0.0
     flat: bool = False  # 3-D input
+    form: str = ""  # of a call on a GPU that the built-in has not: see gpu.FORMS
     passes: tuple[str, ...] = ("forward", "backward")
     dtypes: tuple[str, ...] = ("f32", "bf16", "f16")
 

@@ -4,7 +4,8 @@ Ours and every backend that takes the case alternate in one process. Times are m
 own time between two events around a call, which finds nothing of its inputs in the cache; ``ratio``
 is a backend's time divided by ours (above 1: ours is faster). The peak is a matrix product's rate,
 or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
-backward under torch.use_deterministic_algorithms, as ours always is.
+backward under torch.use_deterministic_algorithms, as ours always is. "dense" is attn's own time for
+the same rows and keys without packing, pages, a window or sinks.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, Case, Clock, Timing, about, alternate, jobs_of, runner, write
+from common import DTYPES, Case, Clock, Timing, about, alternate, jobs_of, run_of, runner, write
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import torch_attn  # noqa: F401  (registers the operators)
+import torch_attn
 
 TOKENS = 16384  # batch x length, and heads x head_dim = 2048, as in FlashAttention's papers
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -88,18 +89,38 @@ def others(dtypes: tuple[str, ...]) -> list[Case]:
     ]
 
 
+def forms(dtypes: tuple[str, ...]) -> list[Case]:
+    """What the built-in has not, beside the same call without it; and grouped heads and MLA."""
+    shape = {"batch": 8, "heads": 16, "queries": 2048, "head_dim": 128, "causal": True}
+    return [
+        Case("causal 32:8 8x2048 D128", 8, 32, 2048, 128, kv_heads=8, causal=True, dtypes=dtypes),
+        Case("causal MLA 8x16x2048 D192/128", 8, 16, 2048, 192, value_dim=128, causal=True,
+             dtypes=dtypes),
+        *(Case(f"causal {form} 8x16x2048 D128", form=form, dtypes=dtypes, **shape)
+          for form in ("packed", "window", "sinks")),
+        Case("causal pages 8x16x2048 D128", form="pages", passes=("forward",), dtypes=dtypes,
+             **shape),
+    ]  # fmt: skip
+
+
 DIMS = (64, 128, 256)
 # What matters most comes first: a run that takes too long is cut.
 CASES = [
     *over_length(LENGTHS, DIMS, ("bf16",)),
     *others(HALF),
+    *forms(("bf16",)),
     *over_length((1024, 4096), DIMS, ("f32",)),
     Case("4x32x1024 D64", 4, 32, 1024, passes=("double backward",), dtypes=("f32",)),
     *over_length(LENGTHS, DIMS, ("f16",)),
 ]
-QUICK = [*over_length((2048, 8192), (64, 128), ("bf16",)), *others(("bf16",))]
+QUICK = [
+    *over_length((2048, 8192), DIMS, ("bf16",)),
+    *forms(("bf16",)),
+    *others(("bf16",)),
+]
 
 OURS = "attn"
+DENSE = "dense"
 DETERMINISTIC = "FLASH det."
 BACKENDS = {
     "FLASH": SDPBackend.FLASH_ATTENTION,
@@ -168,6 +189,43 @@ def builtin_on(backend: SDPBackend) -> Callable[..., torch.Tensor]:
     return operator
 
 
+def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable[[], Any]:
+    """A call of ours in case.form."""
+    torch.manual_seed(0)
+    tensors, options = case.inputs(dtype, device)
+    batch, length = case.batch, case.queries
+    starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+    if case.form == "window":
+        return run_of(torch_attn.sdpa, tensors, options | {"window_size": (255, 0)}, which)
+    if case.form == "sinks":
+        sinks = torch.zeros(case.heads, device=device)
+        return run_of(torch_attn.sdpa, tensors, options | {"sinks": sinks}, which)
+    rows = tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors)
+    if case.form == "packed":
+
+        def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+            return torch_attn.varlen_attn(  # type: ignore[return-value]
+                q, k, v, starts, starts, length, length, window_size=(-1, 0)
+            )
+
+        return run_of(packed, rows, {}, which)
+    pages = length // 16
+    table = torch.randperm(batch * pages, device=device, dtype=torch.int32).view(batch, pages)
+    used = torch.full((batch,), length, device=device)
+
+    def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        pool = (x.view(batch * pages, 16, *x.shape[1:]) for x in (k, v))
+        return torch_attn.varlen_attn(  # type: ignore[return-value]
+            q, *pool, starts, None, length, length, window_size=(-1, 0), seqused_k=used,
+            block_table=table,
+        )  # fmt: skip
+
+    return run_of(paged, rows, {}, which)
+
+
+FORMS = ("packed", "window", "sinks", "pages")
+
+
 def deterministic(run: Callable[[], Any]) -> Callable[[], Any]:
     def call() -> Any:
         # The algorithms do not need every new tensor to be filled with NaNs.
@@ -190,6 +248,11 @@ def prepare(
     operators |= {name: builtin_on(backend) for name, backend in BACKENDS.items()}
     if which != "backward":
         del operators[DETERMINISTIC]
+    if case.form:
+        runs = {OURS: in_form(case, dtype, which, device)}
+        runs[DENSE] = runner(operators[OURS], case, dtype, which, device)
+        refused = {name: f"has no {case.form}" for name in operators if name != OURS}
+        return runs, refused
     runs: dict[str, Callable[[], Any]] = {}
     refused: dict[str, str] = {}
     for name, operator in operators.items():
@@ -211,13 +274,26 @@ def prepare(
     return runs, refused
 
 
+# The part of cuDNN's speed that the forward has to reach with bfloat16, by head_dim: up to 4096
+# keys, and with more.
+OF_CUDNN = {64: (0.80, 0.90), 128: (0.85, 0.95), 256: (0.0, 0.80)}
+
+
 def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
+    if case.form:
+        return {DENSE: 0.95} if case.form == "packed" else {}
     if case.mask or which == "double backward":
         theirs = [name for name in ms if name not in (OURS, DETERMINISTIC)]
         return {min(theirs, key=lambda name: ms[name]): 1.0} if theirs else {}
     wanted = {"FLASH": 0.9} if which == "forward" else {"FLASH": 0.7, DETERMINISTIC: 0.9}
+    if which == "forward" and case.queries > 1 and case.head_dim in OF_CUDNN and on_hopper():
+        wanted["CUDNN"] = OF_CUDNN[case.head_dim][case.queries > 4096]
     return {name: floor for name, floor in wanted.items() if name in ms}
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def alternate_within_memory(
@@ -301,7 +377,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     )
     for heading in ("shape", "pass", "dtype"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("attn ms", "TFLOP/s", "of peak", *BACKENDS, "spread"):
+    for heading in ("attn ms", "TFLOP/s", "of peak", *BACKENDS, DENSE, "spread"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def cell(row: dict[str, Any], who: str) -> str:
@@ -311,7 +387,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         if who not in row["floors"]:
             return ratio
         if who in missed(row):
-            return f"[red]{ratio} < {row['floors'][who]:.1f}[/]"
+            return f"[red]{ratio} < {row['floors'][who]:.2f}[/]"
         return f"[green]{ratio}[/]"
 
     for r in rows:
@@ -322,7 +398,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{r['ms'][OURS]:.3f}" if OURS in r["ms"] else "[red]failed[/]",
             rate(r) if OURS in r["ms"] else "",
             f"{r['of_peak']:.0%}" if "of_peak" in r else "",
-            *(cell(r, who) for who in BACKENDS),
+            *(cell(r, who) for who in (*BACKENDS, DENSE)),
             f"{max(r['spread'].values(), default=0):.0%}",
         )
     return table

@@ -140,3 +140,37 @@ def test_the_build_asks(toolkit: Path, tmp_path: Path) -> None:
     assert result.returncode != 0
     assert f"the CUDA toolkit in {toolkit} has no cuda_runtime.h" in result.stderr
     assert "running build_ext" not in result.stdout
+
+
+def gencode(name: str, kind: str = "sm") -> str:
+    return f"-gencode=arch=compute_{name},code={kind}_{name}"
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("9.0", [gencode("90a")]),
+        ("9.0a", [gencode("90a")]),
+        ("8.0;9.0", [gencode("80"), gencode("90a")]),
+        ("9.0+PTX 8.6", [gencode("86"), gencode("90", "compute"), gencode("90a")]),
+        ("Hopper", [gencode("90", "compute"), gencode("90a")]),
+        ("8.0", [gencode("80")]),
+        ("10.0", [gencode("100")]),
+    ],
+)
+def test_a_list_with_an_h100_has_its_own_architecture(
+    toolkit: Path, monkeypatch: pytest.MonkeyPatch, listed: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert cuda_toolkit.architectures(toolkit, listed) == expected
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == listed
+
+
+@pytest.mark.parametrize("newest", ["90", "120"])
+def test_architectures_without_a_list(toolkit: Path, newest: str) -> None:
+    known = "compute_75 compute_80 compute_90" + (" compute_100 compute_120" * (newest == "120"))
+    script(toolkit / "bin" / "nvcc", f"echo {known}")
+    found = cuda_toolkit.architectures(toolkit, "")
+    beyond = [gencode("100"), gencode("120")] if newest == "120" else []
+    of_ptx = [gencode("80", "compute"), gencode(newest, "compute")]
+    assert found == [gencode("80"), *beyond, *of_ptx, gencode("90a")]

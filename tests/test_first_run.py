@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda import first_run
+from tests.cuda import first_run, new
 from tests.cuda.first_run import Report, Step, run
+from tests.cuda.programs import MEASURING, PROGRAMS
 
 ROOT = Path(__file__).parents[1]
 ENDLESS = "import time; print('begun', flush=True); time.sleep(100)"
@@ -58,6 +59,42 @@ def test_a_report_has_an_end(tmp_path: Path) -> None:
     for _ in range(1000):
         report.write("a step", "words")
     assert 900 < (tmp_path / "report.txt").stat().st_size <= 1000
+
+
+def test_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry leaves the list when a GPU has found it right, and comes back when it changes."""
+    source = tmp_path / "csrc" / "kernel.cuh"
+    source.parent.mkdir()
+    source.write_text("one")
+    entries = [new.Entry("a", ("csrc/*",), 1), new.Entry("b", ("csrc/*.cuh",), 1)]
+    for name, value in (("ROOT", tmp_path), ("SEEN", tmp_path / "seen.json"), ("ENTRIES", entries)):
+        monkeypatch.setattr(new, name, value)
+
+    def names() -> list[str]:
+        return [entry.name for entry in new.pending()]
+
+    assert names() == ["a", "b"]
+    new.write_seen({"b"}, tmp_path / "seen.json")
+    assert names() == ["a"]
+    new.write_seen({"a"}, tmp_path / "seen.json")
+    assert names() == []
+    source.write_text("two")
+    assert names() == ["a", "b"]
+    new.write_seen({"a"}, tmp_path / "seen.json")
+    assert names() == ["b"]
+
+
+def test_every_kernel_is_in_an_entry() -> None:
+    """Who changes a kernel makes some entry new. Programs and modules of entries exist."""
+    of_entries = {path for e in new.ENTRIES for p in e.sources for path in ROOT.glob(p)}
+    kernels = {path for path in (ROOT / "csrc" / "cuda").rglob("*") if path.is_file()}
+    assert kernels
+    assert kernels <= of_entries
+    for entry in new.ENTRIES:
+        assert entry.program in ("", *PROGRAMS, *MEASURING)
+        assert all(any(ROOT.glob(pattern)) for pattern in entry.sources), entry
+        for path in entry.module[1:]:
+            assert not path.startswith("tests/") or (ROOT / path).exists(), path
 
 
 @pytest.mark.slow  # compares every call of tests/test_cuda.py

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.cuda import new
 from tests.cuda.programs import PROGRAMS, find
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,15 @@ class Step(NamedTuple):
     seconds: float  # at most
     missing: str = ""  # what it needs and is not there: then it is not run
     environment: dict[str, str] = {}  # noqa: RUF012, never changed
+
+
+def of_entry(entry: new.Entry, programs: Path) -> Step:
+    """The step of an entry of new.py."""
+    if entry.program:
+        program = programs / entry.program
+        return Step(f"new: {entry.name}", [str(program)], entry.seconds, unbuilt(program))
+    missing = "" if has(entry.module[0].partition(".")[0]) else entry.module[0]
+    return Step(f"new: {entry.name}", [*MODULE, *entry.module], entry.seconds, missing)
 
 
 class Outcome(NamedTuple):
@@ -114,12 +124,17 @@ def pytest_step(name: str, arguments: list[str], pretended: bool, seconds: float
     return Step(name, command, seconds, "" if has("pytest") else "pytest")
 
 
-def alone(out: Path, pretended: bool) -> Iterator[Step]:
+def alone(out: Path, programs: Path, pretended: bool) -> Iterator[Step]:
     """Steps that measure, or take all of the memory."""
     speed = [sys.executable, "-u", "benchmarks/bench.py", "--quick", "--json", f"{out}/speed.json"]
     speed += ["--device", "cuda"]
     yield Step("speed", speed, 150, "" if has("rich") else "rich")
     ncu, kernels = find_ncu(), out / "kernels"
+    of_hopper = [ncu, "--clock-control", "none", "-f", "-o", str(out / "hopper")]
+    of_hopper += [x for name in PROFILED for x in ("--section", name)]
+    of_hopper += ["-k", "regex:run_block", "-c", "2", str(programs / "variants_sm90")]
+    missing = "" if ncu else "ncu"
+    yield Step("ncu, Hopper", of_hopper, 40, missing or unbuilt(programs / "variants_sm90"))
     sections = [argument for name in PROFILED for argument in ("--section", name)]
     profile = [ncu, "--clock-control", "none", "-f", "-o", str(kernels), *sections]
     profile += ["-k", "regex:run_block|merge|delta", *MODULE, "tests.cuda.smoke", "--profile"]
@@ -228,9 +243,18 @@ def main() -> None:
     start = Step("environment", [*MODULE, "tests.cuda.smoke", "--environment"], 60)
     outcomes.append(do(start))
     if outcomes[0].state == "right":
+        right = set()
+        for entry in new.pending():
+            for step in chosen(iter([of_entry(entry, programs)])):
+                outcomes.append(do(step))
+                ended = outcomes[-1]
+                if ended.state == "right" and not ended.said.startswith("not run"):
+                    right.add(entry.name)
+        if not given.pretend:
+            new.write_seen(right, out / "seen.json")
         with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) * 3 // 4)) as pool:
             outcomes += pool.map(do, chosen(beside_each_other(programs, out, given.pretend)))
-        outcomes += map(do, chosen(alone(out, given.pretend)))
+        outcomes += map(do, chosen(alone(out, programs, given.pretend)))
     (out / "summary.txt").write_text(table(outcomes) + "\n")
     print(table(outcomes))
     if any(outcome.state in ("wrong", "too long") for outcome in outcomes):

@@ -1,0 +1,159 @@
+// Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, blocks that stay. Prints TFLOP/s and
+// how far a variant's output is from the library's. For a GPU: nothing of it runs over the stand-in.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "cuda/wgmma/forward.cuh"
+
+namespace attn::cuda {
+namespace {
+
+struct Shape {
+  int batch, heads, length;
+  bool causal;
+};
+
+template <int kDim>
+class Variants {
+ public:
+  explicit Variants(Shape s) : s_(s), x_{make(1), make(2), make(3), make(0), make(0)} {
+    p_.batch = s.batch;
+    p_.batch_dims = 1;
+    p_.batch_size[0] = s.batch;
+    p_.heads = p_.key_heads = p_.value_heads = s.heads;
+    p_.queries = p_.keys = s.length;
+    p_.head_dim = p_.value_dim = kDim;
+    p_.scale = 1 / std::sqrt(static_cast<double>(kDim));
+    if (s.causal) p_.visibility.right = 0;
+    Operand* const operands[] = {&p_.query, &p_.key, &p_.value, &p_.output};
+    for (int i = 0; i < 4; ++i) {
+      operands[i]->data = x_[i];
+      operands[i]->dtype = DType::bf16;
+      operands[i]->batch[0] = int64_t{s.heads} * s.length * kDim;
+      operands[i]->head = int64_t{s.length} * kDim;
+      operands[i]->row = kDim;
+      operands[i]->col = 1;
+    }
+    int value = 0;
+    require_done(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 0));
+    multiprocessors_ = value;
+  }
+  Variants(const Variants&) = delete;
+  ~Variants() {
+    for (uint16_t* x : x_) cudaFree(x);
+  }
+
+  // The first variant is the library's. `all_blocks`: one block for each task.
+  template <class Kernel>
+  void time(const std::string& name, bool all_blocks = false) {
+    p_.rows_per_task = Kernel::kRows;
+    p_.keys_per_split = int64_t{1} << 40;
+    const bool is_first = !has_first_;
+    p_.output.data = is_first ? x_[4] : x_[3];
+    has_first_ = true;
+    const Gpu gpu{all_blocks ? int64_t{1} << 30 : multiprocessors_, 90, nullptr};
+    const auto launch_once = [&] {
+      const Error error = launch_persistent<Kernel>(p_, gpu);
+      require(!error, error ? error : "");
+    };
+    require_done(cudaMemset(p_.output.data, 0xff, bytes()));
+    cudaEvent_t from, to;
+    require_done(cudaEventCreate(&from));
+    require_done(cudaEventCreate(&to));
+    std::vector<float> times;
+    for (int i = 0; i < 12; ++i) {
+      require_done(cudaEventRecord(from));
+      launch_once();
+      require_done(cudaEventRecord(to));
+      require_done(cudaEventSynchronize(to));
+      float ms = 0;
+      require_done(cudaEventElapsedTime(&ms, from, to));
+      if (i > 1) times.push_back(ms);
+    }
+    std::sort(times.begin(), times.end());
+    const double ms = times[times.size() / 2];
+    const double flop = 4.0 * s_.batch * s_.heads * s_.length * s_.length * kDim * (s_.causal ? 0.5 : 1);
+    std::printf("%d x %d x %5d, %3d %-7s %-32s %8.3f ms %5.0f TFLOP/s, off by %.1e\n", s_.batch, s_.heads, s_.length,
+                kDim, s_.causal ? "causal" : "full", name.c_str(), ms, flop / ms * 1e-9, is_first ? 0 : difference());
+    std::fflush(stdout);
+  }
+
+ private:
+  size_t bytes() const { return size_t{2} * s_.batch * s_.heads * s_.length * kDim; }
+  uint16_t* make(int seed) const {
+    uint16_t* memory = nullptr;
+    require_done(cudaMalloc(&memory, bytes()));
+    if (seed == 0) return memory;
+    std::vector<uint16_t> numbers(bytes() / 2);
+    std::minstd_rand random(seed);
+    for (uint16_t& x : numbers) {  // about normal: the sum of four
+      float sum = -2;
+      for (int i = 0; i < 4; ++i) sum += static_cast<float>(random() % 65536) / 65536;
+      x = static_cast<uint16_t>(std::bit_cast<uint32_t>(sum * 1.7f) >> 16);
+    }
+    require_done(cudaMemcpy(memory, numbers.data(), bytes(), cudaMemcpyHostToDevice));
+    return memory;
+  }
+  double difference() const {
+    std::vector<uint16_t> a(bytes() / 2), b(a.size());
+    require_done(cudaMemcpy(a.data(), x_[3], bytes(), cudaMemcpyDeviceToHost));
+    require_done(cudaMemcpy(b.data(), x_[4], bytes(), cudaMemcpyDeviceToHost));
+    double most = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      const double off = std::fabs(host_float(a[i], false) - host_float(b[i], false));
+      if (!(off <= most)) most = off;
+    }
+    return most;
+  }
+
+  Shape s_;
+  ForwardParams p_;
+  int64_t multiprocessors_ = 0;
+  uint16_t* x_[5];
+  bool has_first_ = false;
+};
+
+template <int kKeys, int kStages, bool kTurns = true>
+using Of128 = ForwardWgmma<BFloat16, 128, 2, kKeys, kStages, false, kTurns>;
+template <int kConsumers, int kKeys, int kStages, bool kTurns = true>
+using Of64 = ForwardWgmma<BFloat16, 64, kConsumers, kKeys, kStages, false, kTurns>;
+
+void time_all(Shape of_64, Shape of_128, Shape of_256) {
+  Variants<128> x(of_128);
+  x.time<Of128<128, 2>>("2 x 64 rows, 128 keys, 2 stages");
+  x.time<Of128<128, 2>>("a block for each task", true);
+  x.time<Of128<128, 2, false>>("no turns");
+  x.time<Of128<112, 2>>("112 keys");
+  x.time<Of128<96, 3>>("96 keys, 3 stages");
+  x.time<Of128<144, 2>>("144 keys");
+  Variants<64> y(of_64);
+  y.time<Of64<3, 128, 4>>("3 x 64 rows, 128 keys, 4 stages");
+  y.time<Of64<3, 128, 4>>("a block for each task", true);
+  y.time<Of64<3, 128, 4, false>>("no turns");
+  y.time<Of64<3, 128, 2>>("2 stages");
+  y.time<Of64<2, 128, 4>>("2 x 64 rows");
+  y.time<Of64<3, 96, 4>>("96 keys");
+  Variants<256> z(of_256);
+  z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false>>("2 x 64 rows, 80 keys, 2 stages");
+  z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false, false>>("no turns");
+  z.time<ForwardWgmma<BFloat16, 256, 2, 64, 2, false>>("64 keys");
+}
+
+}  // namespace
+}  // namespace attn::cuda
+
+int main() {
+  using namespace attn::cuda;
+  if (!is_capability(90)) {
+    std::printf("not run: the GPU is not of compute capability 9.0\n");
+    return 0;
+  }
+  for (const bool causal : {false, true}) {
+    time_all({8, 32, 2048, causal}, {8, 16, 2048, causal}, {8, 8, 2048, causal});
+    time_all({2, 32, 8192, causal}, {2, 16, 8192, causal}, {2, 8, 8192, causal});
+  }
+  std::printf("right\n");
+}
