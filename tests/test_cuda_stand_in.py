@@ -72,7 +72,9 @@ def test_kernels(library: Path) -> None:
 
 
 def test_kernels_of_hopper(library: Path) -> None:
-    some = ["--tiers", "quick", "-k", f"not ({' or '.join(LEFT_OUT)})"]
+    # Two tests are about calls that are not invariant.
+    left_out = [*LEFT_OUT, "test_it_is_asked_for or test_all_threads"]
+    some = ["--tiers", "quick", "-k", f"not ({' or '.join(left_out)})"]
     options = {**environment(library, seed=1, capability=90), "ATTN_INVARIANT": "1"}
     run_tests(*some, *ON_HOPPER, at_least=250, **options)
 
