@@ -141,6 +141,10 @@ def alone(out: Path, programs: Path, pretended: bool) -> Iterator[Step]:
     yield Step("ncu", profile, 90, "" if ncu else "ncu")
     read = [ncu, "--import", f"{kernels}.ncu-rep", "--page", "details"]
     yield Step("ncu, as text", read, 30, "" if ncu else "ncu")
+    cpu = [sys.executable, "-u", "benchmarks/bench.py", "--quick", "--json", f"{out}/cpu.json"]
+    cpu += ["--device", "cpu"]
+    has_amx = "amx_tile" in Path("/proc/cpuinfo").read_text()
+    yield Step("speed of the CPU", cpu, 60, "" if has_amx else "AMX")
     yield pytest_step("large", ["tests/test_cuda.py", "-k", LARGE], pretended, 120)
 
 

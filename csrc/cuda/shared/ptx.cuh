@@ -17,9 +17,10 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The block's dynamic shared memory. Kernels use no other shared memory.
+// The block's dynamic shared memory. Kernels use no other shared memory. Hopper's products need tiles at multiples of
+// 1024 bytes.
 __device__ __forceinline__ unsigned char* shared_memory() {
-  extern __shared__ __align__(128) unsigned char attn_shared_memory[];
+  extern __shared__ __align__(1024) unsigned char attn_shared_memory[];
   return attn_shared_memory;
 }
 

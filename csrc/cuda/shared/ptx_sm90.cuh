@@ -165,13 +165,12 @@ __device__ __forceinline__ void keep_beside_products() { __threadfence_block(); 
 #define ATTN_C6 ATTN_C5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define ATTN_C7 ATTN_C6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define ATTN_C8 ATTN_C7 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define ATTN_C9 ATTN_C8 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define ATTN_C10 ATTN_C9 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define ATTN_C11 ATTN_C10 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define ATTN_C12 ATTN_C11 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define ATTN_C13 ATTN_C12 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define ATTN_C14 ATTN_C13 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define ATTN_C15 ATTN_C14 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define ATTN_C15                                                                                                       \
+  ATTN_C8                                                                                                              \
+      ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, "    \
+      "%93, %94, %95, %96, %97, %98, %99"                                                                              \
+      ", %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, " \
+      "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define ATTN_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define ATTN_IN0 ATTN_FOUR(0), ATTN_FOUR(1)
 #define ATTN_IN1 ATTN_IN0, ATTN_FOUR(2), ATTN_FOUR(3)
@@ -182,13 +181,9 @@ __device__ __forceinline__ void keep_beside_products() { __threadfence_block(); 
 #define ATTN_IN6 ATTN_IN5, ATTN_FOUR(12), ATTN_FOUR(13)
 #define ATTN_IN7 ATTN_IN6, ATTN_FOUR(14), ATTN_FOUR(15)
 #define ATTN_IN8 ATTN_IN7, ATTN_FOUR(16), ATTN_FOUR(17)
-#define ATTN_IN9 ATTN_IN8, ATTN_FOUR(18), ATTN_FOUR(19)
-#define ATTN_IN10 ATTN_IN9, ATTN_FOUR(20), ATTN_FOUR(21)
-#define ATTN_IN11 ATTN_IN10, ATTN_FOUR(22), ATTN_FOUR(23)
-#define ATTN_IN12 ATTN_IN11, ATTN_FOUR(24), ATTN_FOUR(25)
-#define ATTN_IN13 ATTN_IN12, ATTN_FOUR(26), ATTN_FOUR(27)
-#define ATTN_IN14 ATTN_IN13, ATTN_FOUR(28), ATTN_FOUR(29)
-#define ATTN_IN15 ATTN_IN14, ATTN_FOUR(30), ATTN_FOUR(31)
+#define ATTN_IN15                                                                                                    \
+  ATTN_IN8, ATTN_FOUR(18), ATTN_FOUR(19), ATTN_FOUR(20), ATTN_FOUR(21), ATTN_FOUR(22), ATTN_FOUR(23), ATTN_FOUR(24), \
+      ATTN_FOUR(25), ATTN_FOUR(26), ATTN_FOUR(27), ATTN_FOUR(28), ATTN_FOUR(29), ATTN_FOUR(30), ATTN_FOUR(31)
 // Calls F(columns, k, the numbers of the seven operands after C) for each number of columns that is in use.
 #define ATTN_EACH_WIDTH(F)              \
   F(64, 3, 32, 33, 34, 35, 36, 37, 38)  \
