@@ -223,6 +223,12 @@ MUTATIONS = {
                 "1",
             ),
             (
+                "a lane says that all have read the task",
+                "forward",
+                " attend(work, consumer, place);\n      «__syncwarp();»",
+                ";",
+            ),
+            (
                 "a turn is not passed on",
                 "forward",
                 "weights, before.stage);\n        «pass_turn(consumer);»",
@@ -275,10 +281,6 @@ BARRIERS = {
         "      «__syncwarp();»  // all threads of the row",
     ): "check_derivatives",
     ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
-    (
-        "cuda/wgmma/forward.cuh",
-        " attend(work, consumer, place);\n      «__syncwarp();»",
-    ): "check_forward_sm90",
 }
 
 

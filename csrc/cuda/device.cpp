@@ -13,7 +13,8 @@ namespace {
 
 using at::Tensor;
 
-// The capability whose kernels run: the device's, or less if ATTN_CUDA_CAPABILITY says so.
+// The capability whose kernels run: the device's, or 8.0 if ATTN_CUDA_CAPABILITY is less than the device's. (The kernels
+// of 9.0 run on no later GPU.)
 int chosen_capability(int of_device) {
   static const char* const given = std::getenv("ATTN_CUDA_CAPABILITY");
   if (!given || !*given) return of_device;
@@ -21,7 +22,7 @@ int chosen_capability(int of_device) {
   const int64_t chosen = std::strtol(given, &end, 10);
   TORCH_CHECK(*end == 0 && chosen >= 80 && chosen < 1000, "attn: ATTN_CUDA_CAPABILITY is '", given,
               "'; it must be a compute capability as one number, 80 for 8.0");
-  return static_cast<int>(smaller(chosen, of_device));
+  return chosen < of_device ? 80 : of_device;
 }
 
 void check(Error error) {

@@ -43,24 +43,31 @@ __device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_ini
 __device__ __forceinline__ void arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
 }
-// Whether the phase with this parity has ended; the phase before the first one has the parity 1 and has ended. May wait
-// for a while before it says no.
+// Whether the phase with this parity has ended; the phase before the first one has the parity 1 and has ended. Answers at
+// once, where the first instruction below may put the thread to sleep until the phase ends.
+template <bool kSleeps = false>
 __device__ __forceinline__ bool has_ended(Barrier& b, uint32_t parity) {
   uint32_t ended;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(ended)
-               : "r"(shared_address(&b)), "r"(parity)
-               : "memory");
+  if constexpr (kSleeps)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended)
+                 : "r"(shared_address(&b)), "r"(parity)
+                 : "memory");
+  else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(ended)
+                 : "r"(shared_address(&b)), "r"(parity)
+                 : "memory");
   return ended;
 }
-// With ATTN_BOUNDED_WAITS, which is for first runs on a GPU, a wait that lasts too long goes on with wrong numbers.
-// There is no trap, because a trap makes ptxas 13.0 spill registers and serialize products (warning C7512).
+// With ATTN_BOUNDED_WAITS, which is for first runs on a GPU, a wait that lasts too long (some 10 ms) goes on with wrong
+// numbers. There is no trap, because a trap makes ptxas 13.0 spill registers and serialize products (warning C7512).
 __device__ __forceinline__ void wait(Barrier& b, uint32_t parity) {
 #ifdef ATTN_BOUNDED_WAITS
   for (int i = 0; i < 1 << 20 && !has_ended(b, parity); ++i) {
   }
 #else
-  while (!has_ended(b, parity)) {
+  while (!has_ended<true>(b, parity)) {
   }
 #endif
 }
@@ -165,12 +172,12 @@ __device__ __forceinline__ void keep_beside_products() { __threadfence_block(); 
 #define ATTN_C6 ATTN_C5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define ATTN_C7 ATTN_C6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define ATTN_C8 ATTN_C7 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define ATTN_C15                                                                                                       \
-  ATTN_C8                                                                                                              \
-      ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, "    \
-      "%93, %94, %95, %96, %97, %98, %99"                                                                              \
-      ", %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, " \
-      "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define ATTN_C15                                                                                                   \
+  ATTN_C8                                                                                                          \
+  ", %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, "    \
+  "%93, %94, %95, %96, %97, %98, %99"                                                                              \
+  ", %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, " \
+  "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define ATTN_FOUR(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define ATTN_IN0 ATTN_FOUR(0), ATTN_FOUR(1)
 #define ATTN_IN1 ATTN_IN0, ATTN_FOUR(2), ATTN_FOUR(3)

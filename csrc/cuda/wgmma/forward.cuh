@@ -20,6 +20,7 @@ struct ForwardWgmma {
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kConsumers / 8 * 8;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
   static constexpr int kReaders = 4 * kConsumers;     // warps
   static constexpr int kCopying = kGroupThreads / 2;  // one half copies keys, the other half values
 

@@ -94,8 +94,8 @@ struct Ring {
   }
 };
 
-// Barriers of a ring: a stage is `full` when all threads of the producer have copied to it, and `empty` when all warps
-// of the consumers have read it.
+// Barriers of a ring: a stage is `full` when kProducers threads have filled it, and `empty` when kReaders warps have read
+// it.
 template <int kStages, int kProducers, int kReaders>
 struct RingBarriers {
   Barrier full[kStages], empty[kStages];
