@@ -13,8 +13,8 @@ namespace {
 
 using at::Tensor;
 
-// The capability whose kernels run: the device's, or 8.0 if ATTN_CUDA_CAPABILITY is less than the device's. (The kernels
-// of 9.0 run on no later GPU.)
+// The capability whose kernels run: the device's, or 8.0 if ATTN_CUDA_CAPABILITY is less than the device's. (The
+// kernels of 9.0 run on no later GPU.)
 int chosen_capability(int of_device) {
   static const char* const given = std::getenv("ATTN_CUDA_CAPABILITY");
   if (!given || !*given) return of_device;

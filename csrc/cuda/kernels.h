@@ -32,8 +32,8 @@ constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // The number of rows of a block, which has four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
-// The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two stages
-// of 80 keys.
+// The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two
+// stages of 80 keys.
 constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : 128; }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : 80; }
 

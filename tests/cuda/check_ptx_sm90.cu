@@ -1,5 +1,5 @@
-// Every wrapper of ptx_sm90.cuh against what its comment says. Matrices of selections and of places name a layout that is
-// wrong: a number of the result says from which row or column it has come.
+// Every wrapper of ptx_sm90.cuh against what its comment says. Matrices of selections and of places name a layout that
+// is wrong: a number of the result says from which row or column it has come.
 #include <bit>
 #include <cmath>
 #include <cstdlib>
@@ -146,8 +146,8 @@ void check_layouts() {
 }
 
 // What the kernels rest on: a product has the same bits whatever its place in the tiles, whichever factor comes first
-// and however many columns there are, and adding zeros changes nothing. Printed: whether mma.sync has the same bits, and
-// how the sums are rounded.
+// and however many columns there are, and adding zeros changes nothing. Printed: whether mma.sync has the same bits,
+// and how the sums are rounded.
 template <class S>
 __global__ void multiply_by_warp(const __grid_constant__ Operands p) {
   const MmaThread mine;

@@ -1,5 +1,5 @@
-// Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, blocks that stay. Prints TFLOP/s and
-// how far a variant's output is from the library's. For a GPU: nothing of it runs over the stand-in.
+// Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, blocks that stay. Prints TFLOP/s
+// and how far a variant's output is from the library's. For a GPU: nothing of it runs over the stand-in.
 #include <algorithm>
 #include <cmath>
 #include <string>

@@ -1,5 +1,5 @@
-// Finds accesses of memory that nothing orders, in whatever order the threads have run. The stand-in runs one at a time,
-// and its shuffles wait like barriers; a GPU promises neither.
+// Finds accesses of memory that nothing orders, in whatever order the threads have run. The stand-in runs one at a
+// time, and its shuffles wait like barriers; a GPU promises neither.
 //
 // g++ -fsanitize=thread calls a function before each load and store. Those at the end of fibers.cpp stand in for the
 // sanitizer's. Two accesses of a byte by different threads, one of them a store, need an order: by barriers of the

@@ -43,8 +43,8 @@ __device__ __forceinline__ void fence_inits() { asm volatile("fence.mbarrier_ini
 __device__ __forceinline__ void arrive(Barrier& b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&b)) : "memory");
 }
-// Whether the phase with this parity has ended; the phase before the first one has the parity 1 and has ended. Answers at
-// once, where the first instruction below may put the thread to sleep until the phase ends.
+// Whether the phase with this parity has ended; the phase before the first one has the parity 1 and has ended. Answers
+// at once, where the first instruction below may put the thread to sleep until the phase ends.
 template <bool kSleeps = false>
 __device__ __forceinline__ bool has_ended(Barrier& b, uint32_t parity) {
   uint32_t ended;
@@ -92,8 +92,8 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 __device__ __forceinline__ void store_release(int* p, int x) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-// Returns the number and raises it by 1. Blocks that take turns in the order of their tickets wait for none that may not
-// run yet.
+// Returns the number and raises it by 1. Blocks that take turns in the order of their tickets wait for none that may
+// not run yet.
 __device__ __forceinline__ int take_ticket(int* p) {
   int x;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");

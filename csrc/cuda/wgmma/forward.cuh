@@ -1,8 +1,8 @@
-// Computes the forward on Hopper's tensor cores, where uses_wgmma() says so. As in FlashAttention-3 (Shah et al., 2024),
-// one warpgroup of a block copies, the producer, and the others compute, the consumers. A consumer owns 64 rows. While
-// tensor cores compute its products with the next keys and with these values, it turns the scores of these keys into
-// weights. Consumers take turns, so that one has the tensor cores while another computes weights. A block stays for many
-// tasks: the producer copies the next task's rows while the consumers still write this one's.
+// Computes the forward on Hopper's tensor cores, where uses_wgmma() says so. As in FlashAttention-3 (Shah et al.,
+// 2024), one warpgroup of a block copies, the producer, and the others compute, the consumers. A consumer owns 64 rows.
+// While tensor cores compute its products with the next keys and with these values, it turns the scores of these keys
+// into weights. Consumers take turns, so that one has the tensor cores while another computes weights. A block stays
+// for many tasks: the producer copies the next task's rows while the consumers still write this one's.
 #pragma once
 
 #include "cuda/kernels.h"

@@ -25,7 +25,8 @@ struct PanelCopy {
   using Tile = PanelTile<S, kRows, kCols>;
   static constexpr int kVectors = Tile::kVectors, kRowsAtOnce = kThreads / kVectors, kSteps = kRows / kRowsAtOnce;
   static_assert(kThreads % kVectors == 0 && kRows % kRowsAtOnce == 0 && kVectors <= 32);
-  // Rows whose distance is a multiple of 8 are permuted in the same way, so every kPeriod-th address is a constant away.
+  // Rows whose distance is a multiple of 8 are permuted in the same way, so every kPeriod-th address is a constant
+  // away.
   static constexpr int kPeriod = kRowsAtOnce % 8 == 0 ? 1 : 8 / kRowsAtOnce;
 
   int thread;
@@ -44,7 +45,8 @@ struct PanelCopy {
     for (int i = 0; i < kSteps; ++i) copy(to[i % kPeriod] + i * kRowsAtOnce * 128, row() + i * kRowsAtOnce, i);
   }
 
-  // Starts to fill the tile with `rows` rows of `cols` numbers that lie `stride` numbers apart, and with zeros elsewhere.
+  // Starts to fill the tile with `rows` rows of `cols` numbers that lie `stride` numbers apart, and with zeros
+  // elsewhere.
   __device__ __forceinline__ void start(Tile& tile, const S* data, int64_t stride, int rows, int64_t cols) const {
     const char* from = reinterpret_cast<const char*>(data + row() * stride + col());
     const int64_t step = kRowsAtOnce * stride * static_cast<int64_t>(sizeof(S));
@@ -94,8 +96,8 @@ struct Ring {
   }
 };
 
-// Barriers of a ring: a stage is `full` when kProducers threads have filled it, and `empty` when kReaders warps have read
-// it.
+// Barriers of a ring: a stage is `full` when kProducers threads have filled it, and `empty` when kReaders warps have
+// read it.
 template <int kStages, int kProducers, int kReaders>
 struct RingBarriers {
   Barrier full[kStages], empty[kStages];
