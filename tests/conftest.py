@@ -253,7 +253,9 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
 def _restore_settings() -> Iterator[None]:
     """Restores settings of the process: a test is not to depend on which came before it."""
     threads, capability = torch.get_num_threads(), torch.ops.attn._cpu_capability()
+    dtype = torch.get_default_dtype()
     yield
+    torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     if torch.ops.attn._cpu_capability() != capability:

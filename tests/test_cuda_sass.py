@@ -199,36 +199,36 @@ LIMITS = {
 
 
 @functools.cache
-def compile_kernel(name: str, params: str, spilled: int = 0) -> Kernel:
-    """Compiles one instantiation; fails if it needs more registers than there are."""
+def compile_kernel(
+    name: str, params: str = "ForwardParams", architecture: tuple[str, ...] = tuple(HOPPER)
+) -> tuple[Kernel, str]:
+    """Compiles one instantiation. Returns its code, and what ptxas says of it."""
+    kind, what = re.fullmatch(r"(\w+?)(Mma|Wgmma)", name.partition("<")[0]).groups()  # type: ignore[union-attr]
     with tempfile.TemporaryDirectory() as to:
         source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
         source.write_text(
-            f'#include "cuda/mma/{name.split("Mma")[0].lower()}.cuh"\n'
+            f'#include "cuda/{what.lower()}/{kind.lower()}.cuh"\n'
             "namespace attn::cuda {\n"
             f"template __global__ void run_block<{name}>(const __grid_constant__ {params});\n"
             "}\n"
         )
-        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", *HOPPER]
-        usage = subprocess.run(
+        options = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", *architecture]
+        said = subprocess.run(
             [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", "-cubin", source, "-o", cubin],
             capture_output=True,
             text=True,
             check=True,
         ).stderr
-        expected = (f"{spilled} bytes {what}" for what in ("stack frame", "spill stores"))
-        assert ", ".join(expected) in usage, usage
-        return disassemble(cubin)
+        return disassemble(cubin), said
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_instructions_of_a_tile(name: str) -> None:
     limit = LIMITS[name]
-    path = main_loop(
-        compile_kernel(limit.kernel, limit.params, limit.spilled),
-        ("HMMA", *limit.most),
-        limit.loop,
-    )
+    kernel, said = compile_kernel(limit.kernel, limit.params)
+    expected = (f"{limit.spilled} bytes {what}" for what in ("stack frame", "spill stores"))
+    assert ", ".join(expected) in said, said
+    path = main_loop(kernel, ("HMMA", *limit.most), limit.loop)
     assert count(path, "HMMA") == limit.products
     assert len(path) <= limit.instructions
 
@@ -257,33 +257,14 @@ HOPPER_LIMITS = {
 }
 
 
-@functools.cache
-def compile_for_hopper(name: str, options: tuple[str, ...] = tuple(HOPPER)) -> Kernel:
-    """Compiles one instantiation. ptxas serializes no products (its warnings C7500 to C7599)."""
-    with tempfile.TemporaryDirectory() as to:
-        source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
-        source.write_text(
-            '#include "cuda/wgmma/forward.cuh"\n'
-            "namespace attn::cuda {\n"
-            f"template __global__ void run_block<{name}>(const __grid_constant__ ForwardParams);\n"
-            "}\n"
-        )
-        options = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-fmad=false", *options)
-        said = subprocess.run(
-            [NVCC, *options, f"-I{ROOT / 'csrc'}", "-Xptxas=-v", "-cubin", source, "-o", cubin],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-        assert not re.search(r"C75\d\d|serializ", said), said
-        return disassemble(cubin)
-
-
 @pytest.mark.parametrize("name", HOPPER_LIMITS)
 def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     """A consumer's loop has few instructions, all in registers, and its softmax beside products."""
     limit = HOPPER_LIMITS[name]
-    kernel = compile_for_hopper(limit.kernel)
+    kernel, said = compile_kernel(limit.kernel)
+    assert not re.search(r"C75\d\d|serializ", said), (
+        said
+    )  # what ptxas says if it serializes products
     path = main_loop(kernel, ("HGMMA",), "HGMMA")
     registers = [int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)]
     waits = [n for n, x in enumerate(path) if x.name.startswith("WARPGROUP.DEPBAR")]
@@ -303,8 +284,8 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_other_gpus_get_a_trap(architecture: str) -> None:
     """nvcc would make an empty kernel of it for sm_90 without the letter, and say nothing."""
-    kernel = compile_for_hopper(
-        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", (f"-arch=sm_{architecture}",)
+    kernel, _ = compile_kernel(
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", architecture=(f"-arch=sm_{architecture}",)
     )
     names = [instruction.name for instruction in kernel.instructions]
     assert "BPT.TRAP" in names, names

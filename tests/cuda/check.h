@@ -23,12 +23,14 @@ inline void require_done(cudaError_t error) {
   std::exit(1);
 }
 
-// Whether the GPU is of this compute capability: 90 is 9.0.
-inline bool is_capability(int wanted) {
+// Ends the program, and says so, if the GPU is not of compute capability 9.0.
+inline void need_hopper() {
   int major = 0, minor = 0;
   require_done(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   require_done(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
-  return 10 * major + minor == wanted;
+  if (major == 9 && minor == 0) return;
+  std::printf("not run: the GPU is not of compute capability 9.0\n");
+  std::exit(0);
 }
 
 // The bytes of an array, on the host and on the device. Before and after them is a guard, as large as the largest

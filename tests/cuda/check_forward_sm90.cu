@@ -157,10 +157,7 @@ void check(const Case& c) {
 
 int main() {
   using namespace attn::cuda;
-  if (!is_capability(90)) {
-    std::printf("not run: the GPU is not of compute capability 9.0\n");
-    return 0;
-  }
+  need_hopper();
   check<BFloat16, 128>({.name = "full", .keys = 391});
   check<Half, 128>({.name = "causal", .queries = 300, .keys = 300, .right = 0});
   check<BFloat16, 64>({.name = "64, causal", .queries = 391, .keys = 391, .dim = 64, .value_dim = 64, .right = 0});

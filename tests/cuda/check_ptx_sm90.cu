@@ -334,10 +334,7 @@ void check_barriers() {
 
 int main() {
   using namespace attn::cuda;
-  if (!is_capability(90)) {
-    std::printf("not run: the GPU is not of compute capability 9.0\n");
-    return 0;
-  }
+  need_hopper();
   check_barriers();
   check_layouts<BFloat16, 64>();
   check_layouts<Half, 64>();

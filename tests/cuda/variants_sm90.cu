@@ -147,10 +147,7 @@ void time_all(Shape of_64, Shape of_128, Shape of_256) {
 
 int main() {
   using namespace attn::cuda;
-  if (!is_capability(90)) {
-    std::printf("not run: the GPU is not of compute capability 9.0\n");
-    return 0;
-  }
+  need_hopper();
   for (const bool causal : {false, true}) {
     time_all({8, 32, 2048, causal}, {8, 16, 2048, causal}, {8, 8, 2048, causal});
     time_all({2, 32, 8192, causal}, {2, 16, 8192, causal}, {2, 8, 8192, causal});

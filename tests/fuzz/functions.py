@@ -214,13 +214,29 @@ def weighted(found: tuple[Tensor, Tensor], generator: torch.Generator) -> Tensor
     return total  # type: ignore[no-any-return]
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(own)
+
+
 def results(
     attend: Callable[..., Any], problem: Problem, dtype: torch.dtype, second: bool
 ) -> Results:
     """The output, the logsumexp, the gradients and, if asked, second derivatives and a tangent."""
-    x = problem.tensors(dtype)
     # A quotient of whole numbers, for example, has the default dtype.
-    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
+    with default_dtype(torch.float64 if dtype == torch.float64 else torch.float32):
+        return _results(attend, problem, dtype, second)
+
+
+def _results(
+    attend: Callable[..., Any], problem: Problem, dtype: torch.dtype, second: bool
+) -> Results:
+    x = problem.tensors(dtype)
     found = attend(problem, x)
     named = dict(zip(("output", "logsumexp"), found, strict=True))
     if not all(t.isfinite().all() for t in found[:1]) or not found[0].requires_grad:

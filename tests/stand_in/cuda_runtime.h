@@ -159,7 +159,7 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs = 0;
 };
 
-// Of a block at most: of sm_90, or of sm_86 and sm_89, the smallest of all supported.
+// The most shared memory that a block may have: on 9.0, or else on 8.6 and 8.9, which have the least.
 namespace stand_in {
 int capability();  // ATTN_STAND_IN_CAPABILITY: 90 is 9.0
 }

@@ -200,7 +200,7 @@ Block& block() { return *running->block; }
   for (const auto& b : launch->blocks)
     for (size_t i = 0; i < b->threads; ++i) {
       const Fiber& f = *b->fibers[i];
-      // Of a warp that waits for one thing, one thread.
+      // If threads of a warp wait for the same thing, prints only the first of them.
       const bool is_alike = i % 32 && !f.done && std::strcmp(f.waits_for, b->fibers[i - 1]->waits_for) == 0;
       if (!is_alike && !(f.done && i % 32))
         std::fprintf(stderr, "block %u, thread %d: %s\n", b->number.x, f.index, f.done ? "has returned" : f.waits_for);
@@ -261,7 +261,7 @@ void wake(std::vector<Fiber*>& waiting) {
   waiting.clear();
   launch->polls = 0;
 }
-// Lets others run. Who asks again and again, while nobody else does anything, waits forever.
+// Lets other threads run. If threads only call poll(), again and again, and nothing else happens, this is a deadlock.
 void poll(const char* what) {
   if (++launch->polls > 100000) fail_with_states("deadlock: threads ask for what does not happen");
   launch->ready.push_back(running);
@@ -348,7 +348,7 @@ void named_barrier(int number, int threads, bool waits) {
   m.all.push_back(running->index);
   if (waits) m.waiting.push_back(running);
   if (++m.arrived == threads) {
-    // Who only arrives comes after nobody.
+    // A thread that only arrives does not wait, so it is not ordered after the others.
     Clock all;
     for (int t : m.all) block().races.release(t, all);
     for (const Fiber* f : m.waiting) block().races.acquire(f->index, all);
@@ -361,8 +361,8 @@ void named_barrier(int number, int threads, bool waits) {
 
 static SharedBarrier& barrier_at(void* at) {
   const auto found = block().barriers.find(at);
-  if (found == block().barriers.end()) fail("a barrier that init() has not set up");
-  if (!found->second.is_fenced) fail("a barrier that nobody has fenced after init()");
+  if (found == block().barriers.end()) fail("init() of a barrier is missing");
+  if (!found->second.is_fenced) fail("fence_inits() is missing after the init() of a barrier");
   return found->second;
 }
 void init_barrier(void* barrier, int arrivals) {

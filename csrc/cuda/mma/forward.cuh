@@ -248,7 +248,7 @@ struct ForwardMma {
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
   }
 
-  // Turns scores into weights. The output so far and the sums are those of the weights of earlier tiles.
+  // Turns scores into weights. Rescales the sums and the output of earlier tiles to the new maximum.
   __device__ __forceinline__ void weigh(Scores& x, Output& output) {
     const MmaThread thread;
     float old[2 * kTiles], best[2 * kTiles], shift[2 * kTiles], factor[2 * kTiles];

@@ -6,8 +6,9 @@
 
 namespace attn::cuda {
 
-// Whether the GPU that is compiled for has these instructions: sm_90a, with the letter. For any other GPU a kernel that
-// uses them must be a trap. An empty kernel would leave memory as it is, and nobody would see it.
+// Whether the compiler's target has these instructions. Only sm_90a has them, with the letter. For any other target, a
+// kernel with these instructions has to be a trap, because an empty kernel would return without an error and write
+// nothing.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasSm90 = true;
 #else

@@ -142,7 +142,7 @@ void multiply_group(stand_in::GroupProduct** of_lane, int warp) {
 
 }  // namespace fragments
 
-// Of the latest products' type; all products that are under way have one type.
+// Computes products of the type S that this thread used last. A kernel has products of one type only.
 inline thread_local stand_in::ComputeProducts multiply_group_now = nullptr;
 inline void begin_products() { stand_in::begin_products(); }
 inline void commit_products() { stand_in::commit_products(multiply_group_now); }
