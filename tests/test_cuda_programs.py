@@ -180,6 +180,12 @@ MUTATIONS = {
                 ";",
             ),
             (
+                "tasks are not counted from 0",
+                "forward",
+                "if (p.next_task && «cudaMemsetAsync(p.next_task, 0, sizeof(int), gpu.stream)» !=",
+                "cudaSuccess",
+            ),
+            (
                 "values are read before they have arrived",
                 "forward",
                 "        «wait(shared.values.full[before.stage], before.parity);»",

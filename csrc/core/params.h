@@ -207,6 +207,22 @@ struct RowParams : Problem {
   ATTN_INLINE constexpr int64_t row_tasks() const { return (rows() + rows_per_task - 1) / rows_per_task; }
 };
 
+// The order in which blocks take tasks that take different times. The tasks of a list see ever fewer keys if the call is
+// causal. So `at_once` lists, whose keys and values fit into a cache together, are passed over side by side: long tasks
+// come before short ones, and all blocks end at about the same time. at_once is 0 if there is no order.
+struct TaskOrder {
+  int64_t tasks = 0;  // of a list
+  int64_t lists = 0;
+  int64_t at_once = 0;
+
+  // The number of the task whose turn is `turn`. The tasks of a list have numbers that follow each other.
+  ATTN_INLINE constexpr int64_t operator[](int64_t turn) const {
+    const int64_t first = turn / (tasks * at_once) * at_once, behind = turn - first * tasks;
+    const int64_t here = at_once < lists - first ? at_once : lists - first;
+    return (first + behind % here) * tasks + behind / here;
+  }
+};
+
 struct ForwardParams : RowParams {
   // Each key and each value of 8 bits has a scale, a float32: [*batch, key or value head, row], without columns. A
   // product is multiplied by the scale of its key before anything else. A weight is multiplied by the scale of its
@@ -225,6 +241,11 @@ struct ForwardParams : RowParams {
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if exact_residual]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], if max_score is wanted
+
+  // On a GPU whose blocks stay for many tasks. If there is an order, a block that has ended a task takes the next one,
+  // whose turn next_task counts, on the device. Otherwise a block knows all of its tasks from the start.
+  TaskOrder order;
+  int* next_task = nullptr;
 
   void* prepacked = nullptr;  // keys and values in the kernel's own layout, if the kernel packs them once for all tasks
 

@@ -135,6 +135,7 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? forward_mma_tiles(dim) : 1);
   const int64_t keys = keys_to_split(p, tile);
   p.keys_per_split = round_up(larger(1, keys), tile);
+  if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
   // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. Twice as many blocks are
   // wanted then, because more blocks, each with less to do, keep more reads under way. On Hopper a multiprocessor runs

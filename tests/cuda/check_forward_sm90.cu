@@ -29,6 +29,7 @@ struct Case {
   int page = 0;               // keys of a page; 0: no pages
   int splits = 1;
   bool has_sinks = false;
+  int lists = 0;  // at once; 0: blocks know their tasks from the start
 };
 
 // Query i sees the keys in use from i - left to i + right.
@@ -110,6 +111,13 @@ void check(const Case& c) {
   p.partial_output = partial.data();
   p.partial_logsumexp = partial_logsumexp.data();
   const Gpu gpu{3, 90, nullptr};
+  Array<int> next_task(1);
+  next_task[0] = 77;  // what another call has left there
+  if (c.lists) {
+    p.next_task = next_task.data();
+    p.order = order_of(p);
+    p.order.at_once = c.lists;
+  }
   run([&] {
     return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu) : launch_forward_wgmma<S, kDim, false>(p, gpu);
   });
@@ -152,14 +160,41 @@ void check(const Case& c) {
     }
 }
 
+// Every task has one turn, and those with the most keys come first: all lists of a section before the next section.
+void check_order() {
+  for (int64_t tasks = 1; tasks < 12; ++tasks)
+    for (int64_t number = 1; number < 12; ++number)
+      for (int64_t lists = 1; lists < 14; ++lists) {
+        const TaskOrder order{tasks, number, lists};
+        std::vector<bool> seen(tasks * number);
+        for (int64_t turn = 0, before = 0; turn < tasks * number; ++turn) {
+          const int64_t task = order[turn], place = task / tasks / lists * tasks + task % tasks;
+          require(task >= 0 && task < tasks * number && !seen[task] && before <= place, "the order of tasks");
+          seen[task] = true;
+          before = place;
+        }
+      }
+}
+
 }  // namespace
 }  // namespace attn::cuda
 
 int main() {
   using namespace attn::cuda;
   need_hopper();
+  check_order();
   check<BFloat16, 128>({.name = "full", .keys = 391});
   check<Half, 128>({.name = "causal", .queries = 300, .keys = 300, .right = 0});
+  check<BFloat16, 128>({.name = "tasks in order", .heads = 3, .queries = 300, .keys = 300, .right = 0, .lists = 2});
+  check<Half, 64>({.name = "64, tasks in order",
+                   .heads = 4,
+                   .group = 2,
+                   .queries = 391,
+                   .keys = 391,
+                   .dim = 64,
+                   .value_dim = 64,
+                   .right = 0,
+                   .lists = 1});
   check<BFloat16, 64>({.name = "64, causal", .queries = 391, .keys = 391, .dim = 64, .value_dim = 64, .right = 0});
   check<Half, 64>({.name = "64, grouped", .heads = 4, .group = 4, .keys = 270, .dim = 64, .value_dim = 64});
   check<BFloat16, 256>({.name = "256, causal", .queries = 170, .keys = 170, .dim = 256, .value_dim = 256, .right = 0});

@@ -16,6 +16,9 @@ struct Shape {
   bool causal;
 };
 
+// As the library does; a block has one task; a block knows all of its tasks; it takes the next one, lists one by one.
+enum class Dealing { library, block_each, known, list_by_list };
+
 template <int kDim>
 class Variants {
  public:
@@ -40,22 +43,29 @@ class Variants {
     int value = 0;
     require_done(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 0));
     multiprocessors_ = value;
+    require_done(cudaMalloc(&next_task_, sizeof(int)));
   }
   Variants(const Variants&) = delete;
   ~Variants() {
     for (uint16_t* x : x_) cudaFree(x);
+    cudaFree(next_task_);
   }
 
-  // The first variant is the library's. `all_blocks`: one block for each task.
+  // The first variant is the library's. `dealing`: how blocks come to their tasks.
   template <class Kernel>
-  void time(const std::string& name, bool all_blocks = false) {
+  void time(const std::string& name, Dealing dealing = Dealing::library) {
     p_.rows_per_task = Kernel::kRows;
     p_.keys_per_split = int64_t{1} << 40;
     const bool is_first = !has_first_;
     p_.output.data = is_first ? x_[4] : x_[3];
     has_first_ = true;
-    const Gpu gpu{all_blocks ? int64_t{1} << 30 : multiprocessors_, 90, nullptr};
+    const Gpu gpu{dealing == Dealing::block_each ? int64_t{1} << 30 : multiprocessors_, 90, nullptr};
+    p_.order = order_of(p_);
+    const bool knows = dealing == Dealing::block_each || dealing == Dealing::known || p_.order.at_once == 0;
+    if (dealing == Dealing::list_by_list) p_.order.at_once = 1;
+    p_.next_task = knows ? nullptr : next_task_;
     const auto launch_once = [&] {
+      if (p_.next_task) require_done(cudaMemsetAsync(p_.next_task, 0, sizeof(int), gpu.stream));
       const Error error = launch_persistent<Kernel>(p_, gpu);
       require(!error, error ? error : "");
     };
@@ -113,6 +123,7 @@ class Variants {
   ForwardParams p_;
   int64_t multiprocessors_ = 0;
   uint16_t* x_[5];
+  int* next_task_ = nullptr;
   bool has_first_ = false;
 };
 
@@ -124,14 +135,18 @@ using Of64 = ForwardWgmma<BFloat16, 64, kConsumers, kKeys, kStages, false, kTurn
 void time_all(Shape of_64, Shape of_128, Shape of_256) {
   Variants<128> x(of_128);
   x.time<Of128<128, 2>>("2 x 64 rows, 128 keys, 2 stages");
-  x.time<Of128<128, 2>>("a block for each task", true);
+  x.time<Of128<128, 2>>("a block for each task", Dealing::block_each);
+  x.time<Of128<128, 2>>("tasks known", Dealing::known);
+  x.time<Of128<128, 2>>("lists one by one", Dealing::list_by_list);
   x.time<Of128<128, 2, false>>("no turns");
   x.time<Of128<112, 2>>("112 keys");
   x.time<Of128<96, 3>>("96 keys, 3 stages");
   x.time<Of128<144, 2>>("144 keys");
   Variants<64> y(of_64);
   y.time<Of64<3, 128, 4>>("3 x 64 rows, 128 keys, 4 stages");
-  y.time<Of64<3, 128, 4>>("a block for each task", true);
+  y.time<Of64<3, 128, 4>>("a block for each task", Dealing::block_each);
+  y.time<Of64<3, 128, 4>>("tasks known", Dealing::known);
+  y.time<Of64<3, 128, 4>>("lists one by one", Dealing::list_by_list);
   y.time<Of64<3, 128, 4, false>>("no turns");
   y.time<Of64<3, 128, 2>>("2 stages");
   y.time<Of64<2, 128, 4>>("2 x 64 rows");

@@ -30,11 +30,14 @@ struct ForwardWgmma {
 
   // A task and its tiles of keys. Every row sees all keys of the tiles from first_seen to last_seen - 1.
   struct Work {
+    bool is_over;  // there are no more tasks: nothing else is set
     Task task;
     int tiles, first_seen, last_seen;
 
     __device__ __forceinline__ void set(const ForwardParams& p, int64_t number) {
-      task.set(p, number, kRows, kKeys);
+      is_over = number >= blocks(p);
+      if (is_over) return;
+      task.set(p, p.next_task ? p.order[number] : number, kRows, kKeys);
       const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
       tiles = static_cast<int>(divide_up(keys, kKeys));
       if (tiles == 0) return;
@@ -60,7 +63,11 @@ struct ForwardWgmma {
   Shared& shared;
 
   ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.splits * blocks_of_rows(p, kRows); }
-  static __device__ __forceinline__ int64_t step() { return static_cast<int64_t>(gridDim.x) * gridDim.y; }
+  // The number of the task after this one.
+  __device__ __forceinline__ int64_t after(int64_t number) const {
+    const int64_t all = static_cast<int64_t>(gridDim.x) * gridDim.y;
+    return all + (p.next_task ? take_ticket(p.next_task) : number);
+  }
 
   __device__ __forceinline__ void run(int64_t number) {
     if constexpr (!kHasSm90) {
@@ -81,7 +88,7 @@ struct ForwardWgmma {
         produce(number);
       } else {
         take_registers<kConsumerRegisters>();
-        consume(number, group);
+        consume(group);
       }
     }
   }
@@ -92,7 +99,7 @@ struct ForwardWgmma {
     Ring<2> tasks;
     Ring<1> queries;
     Ring<kStages> stage;  // of keys or of values, whichever this thread copies
-    for (; number < blocks(p); number += step(), tasks = tasks.after()) {
+    for (;; tasks = tasks.after()) {
       Work& work = shared.work[tasks.stage];
       const Task& task = work.task;
       wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);
@@ -101,6 +108,7 @@ struct ForwardWgmma {
         arrive(shared.tasks.full[tasks.stage]);
       }
       wait(shared.tasks.full[tasks.stage], tasks.parity);
+      if (work.is_over) break;
       if (work.tiles > 0) {
         wait(shared.queries.empty[0], queries.parity ^ 1);
         QueryCopy{thread_index() % kGroupThreads}.start_scattered(
@@ -117,6 +125,7 @@ struct ForwardWgmma {
       }
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
+      if (thread_index() % kGroupThreads == 0) number = after(number);
     }
   }
 
@@ -172,13 +181,14 @@ struct ForwardWgmma {
     Ring<1> queries;
   };
 
-  __device__ __forceinline__ void consume(int64_t number, int consumer) {
+  __device__ __forceinline__ void consume(int consumer) {
     Ring<2> tasks;
     Place place;
     if (kTurns && consumer == 0) arrive_threads<2 * kGroupThreads>(kTurn);
-    for (; number < blocks(p); number += step(), tasks = tasks.after()) {
+    for (;; tasks = tasks.after()) {
       wait(shared.tasks.full[tasks.stage], tasks.parity);
       const Work& work = shared.work[tasks.stage];
+      if (work.is_over) break;
       if (uniform(work.task.rows) > 0) attend(work, consumer, place);
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
@@ -307,7 +317,10 @@ struct ForwardWgmma {
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   constexpr int kConsumers = forward_wgmma_rows(kDim) / 64, kKeys = forward_wgmma_keys(kDim);
-  return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kDim <= 64 ? 4 : 2, kPaged>>(p, gpu);
+  using Kernel = ForwardWgmma<S, kDim, kConsumers, kKeys, kDim <= 64 ? 4 : 2, kPaged>;
+  if (p.next_task && cudaMemsetAsync(p.next_task, 0, sizeof(int), gpu.stream) != cudaSuccess)
+    return cudaGetErrorString(cudaGetLastError());
+  return launch_persistent<Kernel>(p, gpu);
 }
 
 }  // namespace attn::cuda
