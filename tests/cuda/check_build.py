@@ -65,8 +65,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     assert_like(second[:4], x, device)
 
 
-def check_registers() -> int:
-    """Checks the memory of every kernel of the library; returns how many there are.
+def check_registers() -> tuple[int, int]:
+    """Checks the memory of every kernel of the library; returns how many, for how many GPUs.
 
     Kernels of float64, with two registers for each number, may have some in memory, and those with
     tensor cores a few addresses where that lets more blocks run at a time (kBlocks).
@@ -74,14 +74,16 @@ def check_registers() -> int:
     command = [find("cuobjdump"), "-res-usage", LIBRARY]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     architectures = re.findall(r"^arch = (\w+)$", usage, re.MULTILINE)
-    assert set(architectures) >= {"sm_80", "sm_90a"}, architectures
+    assert "sm_90a" in architectures, architectures
     kernels = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) .*LOCAL:(\d+)", usage)
     for name, *numbers in kernels:
         allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0
         if re.search(r"(For|Back)wardMmaI\w+Li(64|128)E", name):
             allowed = 40 if "MmaGradientE4" in name else 24
+        if "ForwardWgmma" in name:  # what one thread of the producer needs to set a task
+            allowed = 128
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
-    return len(kernels)
+    return len(kernels), len(set(architectures))
 
 
 def main() -> None:
@@ -104,8 +106,8 @@ def main() -> None:
     gradients = torch.autograd.grad(torch_attn.sdpa(*x).sum(), x)
     assert_like(gradients, x, "meta")
 
-    compiled = check_registers()
-    assert compiled >= 2 * 18, f"{compiled} kernels for two architectures or more"
+    compiled, architectures = check_registers()
+    assert compiled >= 18 * architectures, f"{compiled} kernels for {architectures} architectures"
     programs = compile_programs(TO)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
     print(
