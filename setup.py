@@ -200,6 +200,8 @@ class BuildLibrary(BuildExtension):
 
 ARCH_LIST = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 ARCHITECTURES = [] if TOOLKIT is None else cuda_toolkit.architectures(TOOLKIT, ARCH_LIST)
+# As torch itself: every driver for CUDA 13 reads it, those for CUDA 12 only from 12.4 on.
+COMPRESSED = ["--compress-mode=size"] if CUDA and int(torch.version.cuda.split(".")[0]) > 12 else []
 
 # A stand-in's headers come before those of the same name.
 includes = [
@@ -230,6 +232,7 @@ library = (CUDAExtension if CUDA else CppExtension)(
             # promise the same bits.
             "-fmad=false",
             *ARCHITECTURES,
+            *COMPRESSED,
             # The library chooses kernels that are compiled for sm_90a alone, if it has them.
             *(["-DATTN_SM90A"] if cuda_toolkit.SM90A in ARCHITECTURES else []),
         ],

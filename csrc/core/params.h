@@ -208,8 +208,8 @@ struct RowParams : Problem {
 };
 
 // The order in which blocks take tasks that take different times. The tasks of a list see ever fewer keys if the call
-// is causal. So `at_once` lists, whose keys and values fit into a cache together, are passed over side by side: long tasks
-// come before short ones, and all blocks end at about the same time. at_once is 0 if there is no order.
+// is causal. So `at_once` lists, whose keys and values fit into a cache together, are passed over side by side. Long
+// tasks then come before short ones, and all blocks end at about the same time. at_once is 0 if there is no order.
 struct TaskOrder {
   int64_t tasks = 0;  // of a list
   int64_t lists = 0;
