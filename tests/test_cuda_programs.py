@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from _variants import ROOT, mutable_sources
-from tests.cuda.programs import PROGRAMS, compile_program, find
+from tests.cuda.programs import MEASURING, PROGRAMS, compile_program, find
 
 COMPILER = shutil.which("g++") or "g++"
 # The fibers switch stacks with a few instructions of x86.
@@ -392,7 +392,7 @@ def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) 
 
 @pytest.mark.slow  # compiles kernels
 @pytest.mark.skipif(not find("nvcc"), reason="not run: nvcc is not there")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [*PROGRAMS, *MEASURING])
 def test_program_for_a_gpu(name: str, tmp_path: Path) -> None:
     """nvcc refuses a function of the device on the host; to g++ it is like any other."""
     little_optimized = ("-Xcicc=-O1", "-Xptxas=-O1")  # in a third of the time

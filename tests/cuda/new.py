@@ -64,7 +64,13 @@ ENTRIES = [
     ),
     Entry(
         "variants",
-        (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/variants_sm90.cu"),
+        (
+            *SHARED,
+            "csrc/cuda/mma/*",
+            "csrc/cuda/wgmma/*",
+            "tests/cuda/variants_sm90.cu",
+            "tests/cuda/tensor_maps.cuh",
+        ),
         60,
         program="variants_sm90",
     ),

@@ -1,12 +1,11 @@
-// Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, blocks that stay. Prints TFLOP/s
+// Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, tasks, tensor maps. Prints TFLOP/s
 // and how far a variant's output is from the library's. For a GPU: nothing of it runs over the stand-in.
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "cuda/wgmma/forward.cuh"
+#include "tensor_maps.cuh"
 
 namespace attn::cuda {
 namespace {
@@ -54,19 +53,42 @@ class Variants {
   // The first variant is the library's. `dealing`: how blocks come to their tasks.
   template <class Kernel>
   void time(const std::string& name, Dealing dealing = Dealing::library) {
-    p_.rows_per_task = Kernel::kRows;
-    p_.keys_per_split = int64_t{1} << 40;
-    const bool is_first = !has_first_;
-    p_.output.data = is_first ? x_[4] : x_[3];
-    has_first_ = true;
     const Gpu gpu{dealing == Dealing::block_each ? int64_t{1} << 30 : multiprocessors_, 90, nullptr};
+    plan(Kernel::kRows, dealing);
+    time_launch(name, [&] { return launch_persistent<Kernel>(p_, gpu); });
+  }
+  template <int kConsumers, int kKeys, int kStages>
+  void time_maps(const std::string& name) {
+    using Kernel = ForwardWithMaps<kDim, kConsumers, kKeys, kStages>;
+    plan(Kernel::kRows, Dealing::library);
+    const int64_t heads = int64_t{s_.batch} * s_.heads;
+    const auto map = [&](const Operand& x) { return map_of(x.data, heads, s_.length, kDim, kKeys); };
+    MapParams p{p_, map(p_.key), map(p_.value)};
+    time_launch(name, [&] {
+      p.output = p_.output;
+      const int64_t blocks = smaller(Kernel::blocks(p), multiprocessors_);
+      return launch<typename Kernel::Shared, kMostSharedOfHopper, Kernel>(run_with_maps<Kernel>, p, blocks,
+                                                                          Kernel::kThreads, nullptr);
+    });
+  }
+
+ private:
+  void plan(int64_t rows, Dealing dealing) {
+    p_.rows_per_task = rows;
+    p_.keys_per_split = int64_t{1} << 40;
     p_.order = order_of(p_);
     const bool knows = dealing == Dealing::block_each || dealing == Dealing::known || p_.order.at_once == 0;
     if (dealing == Dealing::list_by_list) p_.order.at_once = 1;
     p_.next_task = knows ? nullptr : next_task_;
+  }
+  template <class F>
+  void time_launch(const std::string& name, F launch_kernel) {
+    const bool is_first = !has_first_;
+    p_.output.data = is_first ? x_[4] : x_[3];
+    has_first_ = true;
     const auto launch_once = [&] {
-      if (p_.next_task) require_done(cudaMemsetAsync(p_.next_task, 0, sizeof(int), gpu.stream));
-      const Error error = launch_persistent<Kernel>(p_, gpu);
+      if (p_.next_task) require_done(cudaMemsetAsync(p_.next_task, 0, sizeof(int), nullptr));
+      const Error error = launch_kernel();
       require(!error, error ? error : "");
     };
     require_done(cudaMemset(p_.output.data, 0xff, bytes()));
@@ -90,8 +112,6 @@ class Variants {
                 kDim, s_.causal ? "causal" : "full", name.c_str(), ms, flop / ms * 1e-9, is_first ? 0 : difference());
     std::fflush(stdout);
   }
-
- private:
   size_t bytes() const { return size_t{2} * s_.batch * s_.heads * s_.length * kDim; }
   uint16_t* make(int seed) const {
     uint16_t* memory = nullptr;
@@ -138,6 +158,7 @@ void time_all(Shape of_64, Shape of_128, Shape of_256) {
   x.time<Of128<128, 2>>("a block for each task", Dealing::block_each);
   x.time<Of128<128, 2>>("tasks known", Dealing::known);
   x.time<Of128<128, 2>>("lists one by one", Dealing::list_by_list);
+  x.time_maps<2, 128, 2>("tensor maps");
   x.time<Of128<128, 2, false>>("no turns");
   x.time<Of128<112, 2>>("112 keys");
   x.time<Of128<96, 3>>("96 keys, 3 stages");
@@ -147,12 +168,14 @@ void time_all(Shape of_64, Shape of_128, Shape of_256) {
   y.time<Of64<3, 128, 4>>("a block for each task", Dealing::block_each);
   y.time<Of64<3, 128, 4>>("tasks known", Dealing::known);
   y.time<Of64<3, 128, 4>>("lists one by one", Dealing::list_by_list);
+  y.time_maps<3, 128, 4>("tensor maps");
   y.time<Of64<3, 128, 4, false>>("no turns");
   y.time<Of64<3, 128, 2>>("2 stages");
   y.time<Of64<2, 128, 4>>("2 x 64 rows");
   y.time<Of64<3, 96, 4>>("96 keys");
   Variants<256> z(of_256);
   z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false>>("2 x 64 rows, 80 keys, 2 stages");
+  z.time_maps<2, 80, 2>("tensor maps");
   z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false, false>>("no turns");
   z.time<ForwardWgmma<BFloat16, 256, 2, 64, 2, false>>("64 keys");
 }
