@@ -95,13 +95,13 @@ class Call(NamedTuple):
         return of_all / 2 if self.causal else of_all
 
     def tiles(self, shape: Shape) -> list[int]:
-        """Of each task of a head, the most first, as Task::set() orders them."""
+        """The number of tiles of each task of a head. The longest task comes first."""
         ends = [min(self.length, first + shape.rows) if self.causal else self.length
                 for first in range(0, self.length, shape.rows)]  # fmt: skip
         return [-(-end // shape.keys) for end in reversed(ends)]
 
 
-# What FlashAttention-3 (Shah et al., 2024) reaches on an H100 SXM with 16,384 tokens of bfloat16,
+# What FlashAttention-3 is reported to reach on an H100 SXM with 16,384 tokens of bfloat16,
 # TFLOP/s, and its tiles.
 PUBLISHED = (
     (Shape(64, 3, 192), False, 497),

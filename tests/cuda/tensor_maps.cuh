@@ -62,7 +62,7 @@ struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages
     }
   }
 
-  // As ForwardWgmma::produce(), but one thread starts the boxes of keys, and another one those of values.
+  // As ForwardWgmma::produce(). One thread starts all copies of keys. Another thread starts all copies of values.
   __device__ __forceinline__ void produce(int64_t number) {
     const int thread = thread_index() % kGroupThreads;
     const bool of_values = thread == Base::kCopying, starts = thread == 0 || of_values;
