@@ -27,7 +27,7 @@ struct dim3 {
 };
 
 // As the fiber that runs sees them.
-extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern constinit thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace stand_in {
 

@@ -40,7 +40,7 @@ attn_stand_in_switch:
   ret
 )");
 
-thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+constinit thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace stand_in {
 
@@ -62,6 +62,15 @@ struct BulkAdd {
   bool done = false;
 };
 
+// What a thread waits for: a text of printf() with numbers, which is printed if they do not come.
+struct Reason {
+  const char* text = "";
+  int numbers[3] = {};
+  bool operator==(const Reason& other) const {
+    return std::strcmp(text, other.text) == 0 && std::ranges::equal(numbers, other.numbers);
+  }
+};
+
 struct Block;
 struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
@@ -72,7 +81,7 @@ struct Fiber {
   bool done = false;
   bool is_slow = false;
   bool some = false;  // of those who waited with it at a barrier has brought true
-  char waits_for[80];
+  Reason waits_for;
   std::vector<Copy> started;                // not committed
   std::deque<std::vector<Copy>> under_way;  // groups
   std::vector<size_t> written;              // units of shared memory that it has not published
@@ -86,7 +95,7 @@ struct Fiber {
     return started.empty() && under_way.empty() && bulk.empty() && products.empty() && groups.empty();
   }
 };
-thread_local Fiber* running;
+constinit thread_local Fiber* running = nullptr;
 
 struct Warp {
   int waiting = 0;
@@ -150,14 +159,16 @@ class SharedMemory {
  public:
   void poison_all(size_t bytes) {
     bytes_ = round_up_to(1024, bytes);  // products need panels at multiples of 1024 bytes
-    poison(begin(), bytes_);
+    begin_ = pages_.last(bytes_);
+    poison(begin_, bytes_);
   }
-  unsigned char* begin() const { return pages_.last(bytes_); }
+  unsigned char* begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
 
  private:
   Pages pages_{stand_in_shared_memory()};
   size_t bytes_ = 0;
+  unsigned char* begin_ = nullptr;
 };
 
 constexpr size_t kUnit = 16;  // bytes that are published together
@@ -201,9 +212,11 @@ Block& block() { return *running->block; }
     for (size_t i = 0; i < b->threads; ++i) {
       const Fiber& f = *b->fibers[i];
       // If threads of a warp wait for the same thing, prints only the first of them.
-      const bool is_alike = i % 32 && !f.done && std::strcmp(f.waits_for, b->fibers[i - 1]->waits_for) == 0;
-      if (!is_alike && !(f.done && i % 32))
-        std::fprintf(stderr, "block %u, thread %d: %s\n", b->number.x, f.index, f.done ? "has returned" : f.waits_for);
+      if (i % 32 && (f.done || f.waits_for == b->fibers[i - 1]->waits_for)) continue;
+      const auto [text, numbers] = f.done ? Reason{"has returned"} : f.waits_for;
+      std::fprintf(stderr, "block %u, thread %d: ", b->number.x, f.index);
+      std::fprintf(stderr, text, numbers[0], numbers[1], numbers[2]);
+      std::fprintf(stderr, "\n");
     }
   fail(what);
 }
@@ -250,10 +263,9 @@ void note(Races::Kind kind, const void* pointer, size_t bytes, const void* where
   }
 }
 
-template <class... Arguments>
-void wait_for(const char* format, Arguments... arguments) {
+void wait_for(const char* text, int a = 0, int b = 0, int c = 0) {
   Fiber* me = running;
-  std::snprintf(me->waits_for, sizeof me->waits_for, format, arguments...);
+  me->waits_for = {text, {a, b, c}};
   switch_from(&me->stack_pointer);
 }
 void wake(std::vector<Fiber*>& waiting) {
@@ -265,7 +277,7 @@ void wake(std::vector<Fiber*>& waiting) {
 void poll(const char* what) {
   if (++launch->polls > 100000) fail_with_states("deadlock: threads ask for what does not happen");
   launch->ready.push_back(running);
-  wait_for("%s", what);
+  wait_for(what);
 }
 
 void start_block();
@@ -323,7 +335,7 @@ void collective(const char* name, void* mine, void (*f)(void** of_lane)) {
   const int index = running->index, first = index / 32 * 32;
   Warp& warp = block().warps[index / 32];
   if (warp.waiting == 0) warp.name = name;
-  if (std::strcmp(warp.name, name) != 0) fail("lanes of a warp came for different collectives");
+  if (warp.name != name && std::strcmp(warp.name, name) != 0) fail("lanes of a warp came for different collectives");
   warp.of_lane[lane()] = mine;
   if (++warp.waiting == 32) {
     f(warp.of_lane);
@@ -331,7 +343,7 @@ void collective(const char* name, void* mine, void (*f)(void** of_lane)) {
     launch->polls = 0;
     for (int l = 0; l < 32; ++l) launch->ready.push_back(block().fibers[first + l].get());
   }
-  wait_for("%s", name);
+  wait_for(name);
 }
 
 void warp_barrier() {
@@ -398,7 +410,8 @@ void wait(void* barrier, uint32_t parity) {
   while (!is_over(b, parity)) {
     b.waiting.push_back(running);
     const auto at = static_cast<unsigned char*>(barrier) - block().shared.begin();
-    wait_for("phase %u of the barrier at byte %d of shared memory, for %d more", parity, static_cast<int>(at), b.left);
+    wait_for("phase %d of the barrier at byte %d of shared memory, for %d more", static_cast<int>(parity),
+             static_cast<int>(at), b.left);
   }
   block().races.acquire(running->index, b.ended);
 }
@@ -665,6 +678,7 @@ void run(dim3 grid, dim3 block_size, size_t shared_bytes, const void* code, cons
 extern "C" {
 #define ATTN_ACCESS(name, bytes, ...)                                                     \
   void __tsan_read##name(const void* pointer, ##__VA_ARGS__) {                            \
+    if (!stand_in::Races::wanted) return;                                                 \
     stand_in::note(stand_in::Races::kLoad, pointer, bytes, __builtin_return_address(0));  \
   }                                                                                       \
   void __tsan_write##name(const void* pointer, ##__VA_ARGS__) {                           \
