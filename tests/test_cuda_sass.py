@@ -246,10 +246,10 @@ class HopperLimit(NamedTuple):
 
 HOPPER_LIMITS = {
     "forward, 64": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", 12, 436, 160, 16, 116
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", 12, 436, 160, 16, 120
     ),
     "forward, 128": HopperLimit(
-        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false>", 16, 488, 232, 32, 168
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false>", 16, 488, 208, 32, 168
     ),
     "forward, 256": HopperLimit(
         "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 232, 40, 196
@@ -280,7 +280,7 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "LDGSTS") == limit.copies]
     copying = min(of_producer, key=len)
     assert len(copying) <= limit.copying
-    assert count(copying, "LDL|STL") == (name == "forward, 64")
+    assert count(copying, "LDL|STL") == 0
 
 
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])

@@ -109,20 +109,24 @@ ATTN_INLINE constexpr int64_t most_keys(const Problem& p, int64_t queries) {
 }
 
 // Return the key head and the value head that a query head reads.
-ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.key_heads); }
-ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) { return head / (p.heads / p.value_heads); }
+ATTN_INLINE constexpr int64_t key_head_of(const Problem& p, int64_t head) {
+  return divide(head, divide(p.heads, p.key_heads).quotient).quotient;
+}
+ATTN_INLINE constexpr int64_t value_head_of(const Problem& p, int64_t head) {
+  return divide(head, divide(p.heads, p.value_heads).quotient).quotient;
+}
 
 // A row: one query of one batch entry and head. Rows are numbered in the order of a contiguous [batch, heads, L].
 struct Row {
   int64_t n, head, position;
 };
 ATTN_INLINE constexpr int64_t number_of_rows(const Problem& p) {
-  return p.sequences > 0 ? p.batch / p.sequences * p.heads * p.tokens : p.batch * p.heads * p.queries;
+  return p.sequences > 0 ? divide(p.batch, p.sequences).quotient * p.heads * p.tokens : p.batch * p.heads * p.queries;
 }
 ATTN_INLINE constexpr int64_t row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
   if (p.tokens == 0) return (n * p.heads + head) * p.queries + position;
   if (p.sequences == 0) return head * p.tokens + position;  // there is one entry
-  return (n / p.sequences * p.heads + head) * p.tokens + p.query_starts[n] + position;
+  return (divide(n, p.sequences).quotient * p.heads + head) * p.tokens + p.query_starts[n] + position;
 }
 // Returns the number of a row within `p`. On a CPU, `p` may be a single entry of a call (first_entry).
 ATTN_INLINE constexpr int64_t own_row_number(const Problem& p, int64_t n, int64_t head, int64_t position) {
@@ -141,7 +145,9 @@ ATTN_INLINE constexpr Row row_after(int64_t queries, Row at, int64_t count) {
 ATTN_INLINE constexpr Row row_after(const Problem& p, Row at, int64_t count) { return row_after(p.queries, at, count); }
 // The inverse of own_row_number().
 ATTN_INLINE constexpr Row row_of_number(const Problem& p, int64_t number) {
-  return {number / p.queries / p.heads, number / p.queries % p.heads, number % p.queries};
+  const auto [row_of_heads, position] = divide(number, p.queries);
+  const auto [n, head] = divide(row_of_heads, p.heads);
+  return {n, head, position};
 }
 
 // `sharer` is a flat index over the dimensions along which the mask is shared, and `slice` is a flat index over all

@@ -10,11 +10,38 @@
 #else
 #define ATTN_INLINE inline __attribute__((always_inline))
 #endif
+// Before a loop of a GPU that runs seldom.
+#ifdef __CUDA_ARCH__
+#define ATTN_NOT_UNROLLED _Pragma("unroll 1")
+#else
+#define ATTN_NOT_UNROLLED
+#endif
 
 static_assert(sizeof(void*) == 8 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "attn is written for 64-bit processors whose numbers begin with the lowest byte");
 
 namespace attn {
+
+// a = quotient * b + remainder, for a >= 0 and b > 0. GPUs have no division of 64-bit numbers: a / b calls a function,
+// for which a kernel keeps many registers free. Numbers beyond 32 bits are rare, so they may take this loop.
+struct Quotient {
+  int64_t quotient, remainder;
+};
+ATTN_INLINE constexpr Quotient divide(int64_t a, int64_t b) {
+  if ((a | b) >> 32 == 0) {
+    const auto x = static_cast<uint32_t>(a), y = static_cast<uint32_t>(b), quotient = x / y;
+    return {quotient, x - quotient * y};
+  }
+  Quotient result{0, 0};
+  ATTN_NOT_UNROLLED
+  for (int bit = 62; bit >= 0; --bit) {
+    result.remainder = 2 * result.remainder + (a >> bit & 1);
+    if (result.remainder < b) continue;
+    result.remainder -= b;
+    result.quotient += int64_t{1} << bit;
+  }
+  return result;
+}
 
 struct PairProgram;  // core/program.h
 struct TermGradients;
@@ -181,7 +208,7 @@ struct Problem {
   // is query r % L of head g * group + r / L.
   int64_t group = 1;
   ATTN_INLINE constexpr int64_t rows() const { return group * queries; }
-  ATTN_INLINE constexpr int64_t groups() const { return heads / group; }
+  ATTN_INLINE constexpr int64_t groups() const { return divide(heads, group).quotient; }
 };
 
 // Statistics of rows are contiguous [batch, heads, L], or [heads, tokens] with packed sequences, in float32 (float64
@@ -217,9 +244,10 @@ struct TaskOrder {
 
   // The number of the task whose turn is `turn`. The tasks of a list have numbers that follow each other.
   ATTN_INLINE constexpr int64_t operator[](int64_t turn) const {
-    const int64_t first = turn / (tasks * at_once) * at_once, behind = turn - first * tasks;
-    const int64_t here = at_once < lists - first ? at_once : lists - first;
-    return (first + behind % here) * tasks + behind / here;
+    const auto [before, behind] = divide(turn, tasks * at_once);
+    const int64_t first = before * at_once, here = at_once < lists - first ? at_once : lists - first;
+    const auto [task, list] = divide(behind, here);
+    return (first + list) * tasks + task;
   }
 };
 

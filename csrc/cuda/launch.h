@@ -38,9 +38,9 @@ constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copie
 ATTN_INLINE constexpr int64_t vector_of(const Operand& x) { return x.dtype == DType::boolean ? 2 * kVector : kVector; }
 // Says whether rows of `cols` columns consist of whole vectors, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
-  const int64_t vector = vector_of(x);
-  bool aligned = cols > 0 && cols % vector == 0 && x.col == 1 && x.row % vector == 0 && x.head % vector == 0;
-  for (int d = 0; d < p.batch_dims; ++d) aligned &= x.batch[d] % vector == 0;
+  int64_t low_bits = cols | x.row | x.head;
+  for (int d = 0; d < p.batch_dims; ++d) low_bits |= x.batch[d];
+  const bool aligned = cols > 0 && x.col == 1 && (low_bits & (vector_of(x) - 1)) == 0;
   return aligned && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 

@@ -28,89 +28,39 @@ __device__ __forceinline__ void start_box(SharedAddress to, const CUtensorMap& m
 }
 
 template <int kDim, int kConsumers, int kKeys, int kStages>
-struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false> {
-  using Base = ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false>;
+struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, true, 1> {
+  using Base = ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, true, 1>;
   using Base::shared, Base::p;
-  using typename Base::Tile;
+  using typename Base::Tile, typename Base::Work;
 
   const MapParams& maps;
 
   __device__ __forceinline__ void run(int64_t number) {
-    if constexpr (!kHasSm90) {
-      trap();
-    } else {
-      if (threadIdx.x == 0) {
-        shared.tasks.init_all();
-        shared.queries.init_all();
-        shared.keys.init_all();
-        shared.values.init_all();
-        for (int i = 0; i < kStages; ++i) {
-          init(shared.keys.full[i], 1);
-          init(shared.values.full[i], 1);
-        }
-        fence_inits();
-      }
-      __syncthreads();
-      const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
-      if (group == kConsumers) {
-        give_registers<Base::kProducerRegisters>();
-        produce(number);
-      } else {
-        take_registers<Base::kConsumerRegisters>();
-        Base::consume(group);
-      }
-    }
+    Base::run(number, [&](const Work& work, Ring<kStages>& stage) { copy_keys(work, stage); });
   }
 
-  // As ForwardWgmma::produce(). One thread starts all copies of keys. Another thread starts all copies of values.
-  __device__ __forceinline__ void produce(int64_t number) {
-    const int thread = thread_index() % kGroupThreads;
+  // One thread starts all copies of keys. Another thread starts all copies of values.
+  __device__ __forceinline__ void copy_keys(const Work& work, Ring<kStages>& stage) {
+    const Task& task = work.task;
+    const int thread = thread_index() % kGroupThreads, head = static_cast<int>(task.n * p.key_heads + task.key_head);
     const bool of_values = thread == Base::kCopying, starts = thread == 0 || of_values;
     const CUtensorMap& map = of_values ? maps.value : maps.key;
     auto& tiles = of_values ? shared.value : shared.key;
     auto& barriers = of_values ? shared.values : shared.keys;
-    Ring<2> tasks;
-    Ring<1> queries;
-    Ring<kStages> stage;
-    for (;; tasks = tasks.after()) {
-      auto& work = shared.work[tasks.stage];
-      const Task& task = work.task;
-      wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);
-      if (thread == 0) {
-        work.set(p, number);
-        arrive(shared.tasks.full[tasks.stage]);
-      }
-      wait(shared.tasks.full[tasks.stage], tasks.parity);
-      if (work.is_over) break;
-      if (work.tiles > 0) {
-        const int head = static_cast<int>(task.n * p.key_heads + task.key_head);
-        const auto start = [&](int tile) {
-          Barrier& full = barriers.full[stage.stage];
-          wait(barriers.empty[stage.stage], stage.parity ^ 1);
-          arrive_and_expect(full, sizeof(Tile));
-          for (int panel = 0; panel < kDim / 64; ++panel)
-            start_box(shared_address(tiles[stage.stage].numbers) + panel * Tile::kPanelBytes, map, full, 64 * panel,
-                      static_cast<int>(task.first_key) + tile * kKeys, head);
-          stage = stage.after();
-        };
-        wait(shared.queries.empty[0], queries.parity ^ 1);
-        typename Base::QueryCopy{thread}.start_scattered(
-            shared.query, head_of<BFloat16>(p, p.query, task.n, 0), task.rows, p.head_dim, [&](int i) {
-              const Row row = row_after(task.sequence.queries, task.row_at(), i);
-              return row.head * p.query.head + row.position * p.query.row;
-            });
-        commit_copies();
-        if (starts) start(0);
-        wait_for_copies<0>();
-        publish_writes();
-        arrive(shared.queries.full[0]);
-        for (int tile = 1; starts && tile < work.tiles; ++tile) start(tile);
-        queries = queries.after();
-      }
-      __syncwarp();
-      arrive_once(shared.tasks.empty[tasks.stage]);
-      if (thread == 0) number = Base::after(number);
-    }
+    const auto start = [&](int tile) {
+      Barrier& full = barriers.full[stage.stage];
+      wait(barriers.empty[stage.stage], stage.parity ^ 1);
+      arrive_and_expect(full, sizeof(Tile));
+      for (int panel = 0; panel < kDim / 64; ++panel)
+        start_box(shared_address(tiles[stage.stage].numbers) + panel * Tile::kPanelBytes, map, full, 64 * panel,
+                  static_cast<int>(task.first_key) + tile * kKeys, head);
+      stage = stage.after();
+    };
+    if (starts) start(0);
+    wait_for_copies<0>();
+    publish_writes();
+    arrive(shared.queries.full[0]);
+    for (int tile = 1; starts && tile < work.tiles; ++tile) start(tile);
   }
 };
 

@@ -32,6 +32,9 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
+// Memory is read again after this call, so that what was stored before it takes no registers.
+__device__ __forceinline__ void read_again() { asm volatile("" ::: "memory"); }
+
 // An address in shared memory, in the form that load_matrices() takes. It is an integer, so that tiles can compute one
 // address from another by an XOR.
 using SharedAddress = uint32_t;

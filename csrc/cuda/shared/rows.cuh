@@ -53,7 +53,9 @@ ATTN_INLINE constexpr int64_t tiles_of_keys(const Problem& p, int64_t most) {
 }
 // The number of batch entries. Packed sequences are the last dimension of the batch. Here all sequences along this
 // dimension count as one entry, because their places (see places_by_length()) are numbered consecutively.
-ATTN_INLINE constexpr int64_t entries_of(const Problem& p) { return p.sequences > 0 ? p.batch / p.sequences : p.batch; }
+ATTN_INLINE constexpr int64_t entries_of(const Problem& p) {
+  return p.sequences > 0 ? divide(p.batch, p.sequences).quotient : p.batch;
+}
 ATTN_INLINE constexpr int64_t blocks_of_rows(const Problem& p, int64_t most) {
   return entries_of(p) * p.groups() * tiles_of_rows(p, most);
 }
@@ -84,8 +86,8 @@ struct Tile {
                                             int64_t longest, int64_t tokens, int64_t of_token, int64_t most) {
     if (p.sequences == 0) return {entry, place};
     if (are_alike(p, longest * of_token, tokens * of_token, most)) {
-      const int64_t tiles = divide_up(longest * of_token, most);
-      return {entry * p.sequences + place / tiles, place % tiles};
+      const auto [sequence, number] = divide(place, divide_up(longest * of_token, most));
+      return {entry * p.sequences + sequence, number};
     }
     starts += entry * p.sequences;
     const auto first_place = [&](int64_t sequence) { return starts[sequence] * of_token / most + sequence; };
@@ -193,13 +195,16 @@ struct Task {
   __device__ void set_rows(const Problem& p, int64_t batch_entry, int64_t head, int64_t first, int64_t most) {
     n = batch_entry;
     sequence = sequence_of(p, n);
+    read_again();
     rows = static_cast<int>(larger(0, smaller(most, rows_of_group(p) - first)));
     if (rows == 0) return;
     first_head = head;
     key_head = key_head_of(p, head);
     value_head = value_head_of(p, head);
     first_row = first;
+    read_again();
     positions = positions_of_rows(sequence, row_at(), rows);
+    read_again();
     seen_by_all = common(visible_keys(sequence, {positions.first, positions.first + 1}),
                          visible_keys(sequence, {positions.last - 1, positions.last}));
   }
@@ -209,33 +214,39 @@ struct Task {
   }
   // The number of rows in the list of a group of heads, in this batch entry.
   __device__ __forceinline__ int64_t rows_of_group(const Problem& p) const { return p.group * sequence.queries; }
-  // The task's first row.
-  __device__ __forceinline__ Row row_at() const { return row_after(sequence.queries, {n, first_head, 0}, first_row); }
+  // Row i of the task.
+  __device__ __forceinline__ Row row_at(int64_t i = 0) const {
+    return row_after(sequence.queries, {n, first_head, first_row}, i);
+  }
 
   // Sets all members for block `number` of a kernel. The block owns up to `most` rows. It passes over the keys that
   // these rows see, or over a split of those keys, in tiles of `tile` keys. Called by one thread, followed by a
   // barrier.
   template <class Params>
   __device__ void set(const Params& p, int64_t number, int64_t most, int64_t tile) {
-    const int64_t places = tiles_of_rows(p, most), place = number % places;
-    number /= places;
+    auto [list, place] = divide(number, tiles_of_rows(p, most));
     if constexpr (requires { p.splits; }) {
-      split = number % p.splits;
-      number /= p.splits;
+      const auto [of_splits, own_split] = divide(list, p.splits);
+      split = own_split;
+      list = of_splits;
     }
+    const auto [entry, group] = divide(list, p.groups());
+    first_head = group * p.group;
     const int64_t turns = heads_apart(p, p.queries, most) ? p.group : 1;  // the tiles of a place
-    const Tile at = Tile::at(p, number / p.groups(), place / turns, p.query_starts, p.queries, p.tokens,
-                             turns > 1 ? 1 : p.group, most);
+    const auto [tile_place, turn] = divide(place, turns);
+    const Tile at = Tile::at(p, entry, tile_place, p.query_starts, p.queries, p.tokens, turns > 1 ? 1 : p.group, most);
     const int64_t queries = length_of(p.visibility.query_lengths, at.n, p.queries);
     const int64_t parts = heads_apart(p, queries, most) ? p.group : 1;
     const int64_t part_rows = parts > 1 ? queries : p.group * queries, tiles = divide_up(part_rows, most);
-    const int64_t behind = at.number * turns + place % turns;  // the number of tiles behind this one
+    const int64_t behind = at.number * turns + turn;  // the number of tiles behind this one
     n = at.n;
     rows = 0;
     first_key = last_key = 0;
+    read_again();
     if (behind < 0 || behind >= parts * tiles) return;
-    const int64_t own = parts * tiles - 1 - behind, row = own % tiles * most;
-    set_rows(p, n, number % p.groups() * p.group, own / tiles * part_rows + row, smaller(most, part_rows - row));
+    const auto [part, own] = parts > 1 ? divide(parts * tiles - 1 - behind, tiles) : Quotient{0, tiles - 1 - behind};
+    set_rows(p, n, first_head, part * part_rows + own * most, smaller(most, part_rows - own * most));
+    read_again();
     Range keys = in_tiles(visible_keys(sequence, positions), tile);
     if constexpr (requires { p.splits; }) {
       const int64_t first = keys.first + split * p.keys_per_split;
@@ -248,13 +259,14 @@ struct Task {
   // this head. Sets no rows, because the kernel passes over them tile by tile. Called by one thread, followed by a
   // barrier.
   __device__ int64_t set_own_keys(const Problem& p, int64_t number, int64_t heads, int64_t most) {
-    const int64_t places = tiles_of_keys(p, most), head = number / places;
-    const Tile at = Tile::at(p, head / heads, number % places, p.key_starts, p.keys, p.key_tokens, 1, most);
+    const auto [list, place] = divide(number, tiles_of_keys(p, most));
+    const auto [entry, head] = divide(list, heads);
+    const Tile at = Tile::at(p, entry, place, p.key_starts, p.keys, p.key_tokens, 1, most);
     n = at.n;
     sequence = sequence_of(p, n);
     first_key = at.first(sequence.keys, most);
     last_key = smaller(first_key + most, sequence.keys);
-    return head % heads;
+    return head;
   }
 };
 

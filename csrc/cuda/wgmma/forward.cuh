@@ -13,12 +13,15 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kPaged: whether keys and values are stored
-// in pages. kTurns: whether consumers take turns.
-template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kTurns = true>
+// in pages. kTurns: whether consumers take turns. kFilling: how many threads fill a tile of keys or of values.
+template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kTurns = true,
+          int kFilling = kGroupThreads / 2>
 struct ForwardWgmma {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads, kBlocks = 1;
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  // Setting a task takes 80 registers. If consumers leave fewer, some of its numbers are in local memory.
+  static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128;
+  static constexpr int kProducerRegisters = kLeavesSome ? 88 : kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kConsumers / 8 * 8;
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
   static constexpr int kReaders = 4 * kConsumers;     // warps
@@ -28,15 +31,37 @@ struct ForwardWgmma {
   using KeyCopy = PanelCopy<S, kKeys, kDim, kCopying>;
   using Tile = PanelTile<S, kKeys, kDim>;
 
+  // The next task of this block, and how it is counted. In shared memory, because the producer has few registers.
+  struct Next {
+    int64_t number, end, step;
+  };
   // A task and its tiles of keys. Every row sees all keys of the tiles from first_seen to last_seen - 1.
   struct Work {
     bool is_over;  // there are no more tasks: nothing else is set
     Task task;
     int tiles, first_seen, last_seen;
+    // Where the task's batch entry begins in these operands, in elements.
+    enum { kQuery, kKey, kValue, kOutput, kResidual, kOperands };
+    int64_t begin[kOperands];
 
+    // Called by a warp. `next`: which task it is.
+    __device__ __forceinline__ void set(const ForwardParams& p, const Next& next, int lane) {
+      if (lane == 0) {
+        is_over = next.number >= next.end;
+        if (!is_over) set(p, next.number);
+      }
+      __syncwarp();
+      if (!is_over && lane < kOperands) begin[lane] = batch_offset(p, operand(p, lane), task.n);
+    }
+
+   private:
+    static __device__ __forceinline__ const Operand& operand(const ForwardParams& p, int i) {
+      if (i == kQuery) return p.query;
+      if (i == kKey) return p.key;
+      if (i == kValue) return p.value;
+      return i == kOutput ? p.output : p.residual;
+    }
     __device__ __forceinline__ void set(const ForwardParams& p, int64_t number) {
-      is_over = number >= blocks(p);
-      if (is_over) return;
       task.set(p, p.next_task ? p.order[number] : number, kRows, kKeys);
       const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
       tiles = static_cast<int>(divide_up(keys, kKeys));
@@ -50,9 +75,10 @@ struct ForwardWgmma {
     PanelTile<S, kRows, kDim> query;
     Tile key[kStages], value[kStages];
     Work work[2];  // a block's tasks use them in turns
-    RingBarriers<2, 1, kReaders + 4> tasks;
+    Next next;
+    RingBarriers<2, 32, kReaders + 4> tasks;
     RingBarriers<1, kGroupThreads, kReaders> queries;
-    RingBarriers<kStages, kCopying, kReaders> keys, values;
+    RingBarriers<kStages, kFilling, kReaders> keys, values;
   };
   using Softmax = OnlineSoftmax<1, kKeys / 8, false>;
   using Scores = typename Softmax::Scores;
@@ -63,17 +89,18 @@ struct ForwardWgmma {
   Shared& shared;
 
   ATTN_INLINE static constexpr int64_t blocks(const ForwardParams& p) { return p.splits * blocks_of_rows(p, kRows); }
-  // The number of the task after this one.
-  __device__ __forceinline__ int64_t after(int64_t number) const {
-    const int64_t all = static_cast<int64_t>(gridDim.x) * gridDim.y;
-    return all + (p.next_task ? take_ticket(p.next_task) : number);
-  }
 
   __device__ __forceinline__ void run(int64_t number) {
+    run(number, [&](const Work& work, Ring<kStages>& stage) { copy_keys(work, stage); });
+  }
+  // `copy(work, stage)` copies the keys and values of a task, and waits for the rows, whose copies have been started.
+  template <class Copy>
+  __device__ __forceinline__ void run(int64_t number, Copy copy) {
     if constexpr (!kHasSm90) {
       trap();
     } else {
       if (threadIdx.x == 0) {
+        shared.next = {number, blocks(p), static_cast<int64_t>(gridDim.x) * gridDim.y};
         shared.tasks.init_all();
         shared.queries.init_all();
         shared.keys.init_all();
@@ -85,7 +112,7 @@ struct ForwardWgmma {
       const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
       if (group == kConsumers) {
         give_registers<kProducerRegisters>();
-        produce(number);
+        produce(copy);
       } else {
         take_registers<kConsumerRegisters>();
         consume(group);
@@ -95,7 +122,8 @@ struct ForwardWgmma {
 
   // --- the producer ---
 
-  __device__ __forceinline__ void produce(int64_t number) {
+  template <class Copy>
+  __device__ __forceinline__ void produce(Copy copy) {
     Ring<2> tasks;
     Ring<1> queries;
     Ring<kStages> stage;  // of keys or of values, whichever this thread copies
@@ -103,39 +131,47 @@ struct ForwardWgmma {
       Work& work = shared.work[tasks.stage];
       const Task& task = work.task;
       wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);
-      if (thread_index() % kGroupThreads == 0) {
-        work.set(p, number);
+      if (const int lane = thread_index() % kGroupThreads; lane < 32) {
+        work.set(p, shared.next, lane);
         arrive(shared.tasks.full[tasks.stage]);
       }
       wait(shared.tasks.full[tasks.stage], tasks.parity);
       if (work.is_over) break;
       if (work.tiles > 0) {
         wait(shared.queries.empty[0], queries.parity ^ 1);
+        const S* const query = static_cast<const S*>(p.query.data) + work.begin[Work::kQuery];
         QueryCopy{thread_index() % kGroupThreads}.start_scattered(
-            shared.query, head_of<S>(p, p.query, task.n, 0), task.rows, p.head_dim, [&](int i) {
-              const Row row = row_after(task.sequence.queries, task.row_at(), i);
+            shared.query, query, task.rows, p.head_dim, [&](int i) {
+              const Row row = task.row_at(i);
               return row.head * p.query.head + row.position * p.query.row;
             });
         commit_copies();
-        if (const int thread = thread_index() % kGroupThreads; thread < kCopying)
-          copy_keys(task, p.key, task.key_head, p.head_dim, thread, shared.key, shared.keys, stage);
-        else
-          copy_keys(task, p.value, task.value_head, p.value_dim, thread - kCopying, shared.value, shared.values, stage);
+        copy(work, stage);
         queries = queries.after();
       }
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
-      if (thread_index() % kGroupThreads == 0) number = after(number);
+      if (Next& next = shared.next; thread_index() % kGroupThreads == 0)
+        next.number = next.step + (p.next_task ? take_ticket(p.next_task) : next.number);
     }
   }
 
+  __device__ __forceinline__ void copy_keys(const Work& work, Ring<kStages>& stage) {
+    const Task& task = work.task;
+    if (const int thread = thread_index() % kGroupThreads; thread < kCopying)
+      copy_keys(task, p.key, work.begin[Work::kKey] + task.key_head * p.key.head, p.head_dim, thread, shared.key,
+                shared.keys, stage);
+    else
+      copy_keys(task, p.value, work.begin[Work::kValue] + task.value_head * p.value.head, p.value_dim,
+                thread - kCopying, shared.value, shared.values, stage);
+  }
   // Copies the keys, or the values, of a task, tile by tile. The copies of the rows have been started before: their
   // barrier is arrived at as soon as they are there.
   template <class Barriers>
-  __device__ __forceinline__ void copy_keys(const Task& task, const Operand& x, int64_t head, int64_t cols, int thread,
+  __device__ __forceinline__ void copy_keys(const Task& task, const Operand& x, int64_t begin, int64_t cols, int thread,
                                             Tile (&tiles)[kStages], Barriers& barriers, Ring<kStages>& stage) {
     const KeyCopy copy{thread};
-    const S* const data = head_of<S>(p, x, task.n, head);
+    const S* const data = static_cast<const S*>(x.data) + begin;
     const int64_t last = task.last_key;
     Barrier* pending = &shared.queries.full[0];  // of the copies under way
     const auto finish = [&] {
@@ -204,7 +240,7 @@ struct ForwardWgmma {
     } position;
   };
   static __device__ __forceinline__ Row row_of(const Task& task, int i) {
-    return row_after(task.sequence.queries, task.row_at(), RowTile<kRows>::last_repeated(i, task.rows));
+    return task.row_at(RowTile<kRows>::last_repeated(i, task.rows));
   }
 
   // The number that all lanes of the warp hold. The compiler sees that they do, and computes what follows once for all.
@@ -275,15 +311,13 @@ struct ForwardWgmma {
       arrive_once(shared.values.empty[stage.stage]);
       stage = stage.after();
     }
-    const int64_t output_base = batch_offset(p, p.output, task.n);
-    const int64_t residual_base = p.residual.data ? batch_offset(p, p.residual, task.n) : 0;
     const bool vectors = softmax.writes_vectors(p);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
       sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
       const int i = own + MmaThread().group + 8 * r;
-      const OutputRow<float> to(p, output_base, residual_base, row_of(task, i), task.split);
+      const OutputRow<float> to(p, work.begin[Work::kOutput], work.begin[Work::kResidual], row_of(task, i), task.split);
       softmax.template write<S>(to, vectors, i < task.rows, output, r, best[r], sum[r]);
     }
   }

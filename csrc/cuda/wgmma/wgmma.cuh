@@ -28,21 +28,26 @@ struct PanelCopy {
   // Rows whose distance is a multiple of 8 are permuted in the same way, so every kPeriod-th address is a constant
   // away.
   static constexpr int kPeriod = kRowsAtOnce % 8 == 0 ? 1 : 8 / kRowsAtOnce;
+  static constexpr int kFew = 4;  // steps
+  static_assert(kSteps % kFew == 0 && kFew % kPeriod == 0 && kVectors % kFew == 0);
 
   int thread;
 
   __device__ __forceinline__ int row() const { return thread / kVectors; }  // of the first copy
   __device__ __forceinline__ int col() const { return thread % kVectors * kVector; }
-  // Calls copy(address in shared memory, row, step) for each of the thread's vectors.
-  template <class F>
+  // Calls copy(address in shared memory, row, step) for each of the thread's vectors, kAtOnce steps side by side.
+  template <int kAtOnce = kSteps, class F>
   __device__ __forceinline__ void each(Tile& tile, F copy) const {
     const int vector = thread % kVectors;
     const SharedAddress panel = shared_address(tile.numbers) + vector / 8 * Tile::kPanelBytes + row() * 128;
     SharedAddress to[kPeriod];
 #pragma unroll
     for (int i = 0; i < kPeriod; ++i) to[i] = panel + (vector % 8 ^ (row() + i * kRowsAtOnce) % 8) * 16;
+#pragma unroll 1
+    for (int first = 0; first < kSteps; first += kAtOnce)
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) copy(to[i % kPeriod] + i * kRowsAtOnce * 128, row() + i * kRowsAtOnce, i);
+      for (int i = first; i < first + kAtOnce; ++i)
+        copy(to[(i - first) % kPeriod] + i * kRowsAtOnce * 128, row() + i * kRowsAtOnce, i);
   }
 
   // Starts to fill the tile with `rows` rows of `cols` numbers that lie `stride` numbers apart, and with zeros
@@ -68,18 +73,15 @@ struct PanelCopy {
   template <class Offset>
   __device__ __forceinline__ void start_scattered(Tile& tile, const S* data, int rows, int64_t cols,
                                                   Offset offset) const {
-    constexpr int kOfWarp = 32 / kVectors, kKnown = divide_up(kSteps * kOfWarp, 32);  // of a lane
-    const int lane = thread % 32;
-    int64_t known[kKnown];
-#pragma unroll
-    for (int k = 0; k < kKnown; ++k) {
-      const int number = lane + 32 * k, i = thread / 32 * kOfWarp + number % kOfWarp + number / kOfWarp * kRowsAtOnce;
-      known[k] = i < rows ? offset(i) : 0;
-    }
-    const int left = col() < cols ? rows : 0;
-    each(tile, [&](SharedAddress to, int i, int step) {
-      const int first = step * kOfWarp;  // the number of the row that the warp's first lanes copy
-      const int64_t at = __shfl_sync(~0u, known[first / 32], first % 32 + lane / kVectors);
+    constexpr int kOfWarp = 32 / kVectors;  // rows of a step
+    const int lane = thread % 32, left = col() < cols ? rows : 0;
+    int64_t known = 0;  // of this step and the next ones, kVectors in all
+    each<kFew>(tile, [&](SharedAddress to, int i, int step) {
+      if (step % kVectors == 0) {
+        const int mine = thread / 32 * kOfWarp + lane % kOfWarp + (step + lane / kOfWarp) * kRowsAtOnce;
+        known = mine < rows ? offset(mine) : 0;
+      }
+      const int64_t at = __shfl_sync(~0u, known, step % kVectors * kOfWarp + lane / kVectors);
       copy_async(to, data + at + col(), i < left);
     });
   }

@@ -18,6 +18,7 @@ struct BFloat16 {
 inline unsigned char* shared_memory() { return stand_in::shared_memory(); }
 
 inline int thread_index() { return static_cast<int>(threadIdx.x); }
+inline void read_again() {}
 
 using SharedAddress = uintptr_t;
 inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
