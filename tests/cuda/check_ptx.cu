@@ -1,4 +1,4 @@
-// Every wrapper of ptx.cuh against what its comment says.
+// Every wrapper of ptx.cuh, and divide(), against what its comment says.
 #include <bit>
 #include <cmath>
 
@@ -14,6 +14,29 @@ struct Buffers {
   uint32_t* words;
   float* results;
 };
+
+struct Divisions {
+  const int64_t* a;
+  const int64_t* b;
+  Quotient* results;
+};
+__global__ void divide_all(const __grid_constant__ Divisions x) {
+  const int i = blockIdx.x * 32 + threadIdx.x;
+  x.results[i] = divide(x.a[i], x.b[i]);
+}
+void check_divide() {
+  constexpr int kBlocks = 8, kSize = 32 * kBlocks;
+  Array<int64_t> a(kSize), b(kSize);
+  Array<Quotient> results(kSize);
+  std::mt19937_64 random(1);
+  for (int i = 0; i < kSize; ++i) {
+    a[i] = static_cast<int64_t>(random() >> (1 + random() % 63));  // numbers of 0 to 63 bits
+    b[i] = larger(1, static_cast<int64_t>(random() >> (1 + random() % 63)));
+  }
+  run([&] { return launch<Nothing>(divide_all, Divisions{a.data(), b.data(), results.data()}, kBlocks, 32, nullptr); });
+  for (int i = 0; i < kSize; ++i)
+    require(results[i].quotient == a[i] / b[i] && results[i].remainder == a[i] % b[i], "divide");
+}
 
 template <class S>
 __global__ void convert_all(const __grid_constant__ Buffers b) {
@@ -249,6 +272,7 @@ int main() {
   check_products<BFloat16, false>();
   check_rounding<Half, true>();
   check_rounding<BFloat16, false>();
+  check_divide();
   check_copies();
   std::printf("right\n");
 }
