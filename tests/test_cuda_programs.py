@@ -249,7 +249,7 @@ MUTATIONS = {
             (
                 "pages are looked up that the table does not have",
                 "wgmma",
-                "known[k] = «i < rows» ?",
+                "known = «mine < rows» ?",
                 "true",
             ),
             (
