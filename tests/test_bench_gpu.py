@@ -153,7 +153,7 @@ def test_gpu_bench_says_that_ours_failed(gpu: Any, tmp_path: Path) -> None:
     assert "failed" in render(gpu.table([row]))
 
 
-def test_gpu_floors(gpu: Any) -> None:
+def test_gpu_floors(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case, *_ = gpu_cases()
     ms = {"attn": 1.0, "FLASH": 0.85, "FLASH det.": 0.95, "MATH": 5.0}
     row = {
@@ -170,6 +170,11 @@ def test_gpu_floors(gpu: Any) -> None:
     row["floors"] = gpu.floors(case, "forward", ms)
     assert gpu.missed(row) == ["FLASH"]
     assert "0.85 < 0.9" in render(gpu.table([row]))
+    monkeypatch.setattr(gpu, "on_hopper", lambda: True)
+    decoding = {case.name: case for case in gpu.others(("bf16",)) if case.name.startswith("decode")}
+    of_one = gpu.floors(decoding["decode 32:8 1 x 16k D128"], "forward", ms)
+    of_many = gpu.floors(decoding["decode 32:8 64 x 4k D128"], "forward", ms | {"CUDNN": 1.0})
+    assert (of_one, of_many) == ({"FLASH": 1.0}, {"FLASH": 0.95, "CUDNN": 0.95})
 
 
 @pytest.mark.skipif(GPU, reason="there is a GPU")

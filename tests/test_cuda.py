@@ -448,6 +448,27 @@ def test_graph(call: str) -> None:
         assert_same_bits(actual, compute(function, *tensors))
 
 
+def test_splits_are_counted_for_each_call() -> None:
+    """Two streams and a graph decode at once, in splits that the last block of each merges."""
+    query = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 1, 8, 16384, 128, dtype=torch.bfloat16)
+    decode = functools.partial(torch_attn.sdpa, query, key, value, enable_gqa=True)
+    expected = decode()
+    replay, in_graph = captured(decode)
+    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(decode())
+        replay()
+        found.append(in_graph.clone())
+    torch.cuda.synchronize()
+    for output in found:
+        assert torch.equal(output, expected)
+
+
 @pytest.mark.parametrize("call", IN_GRAPHS)
 def test_graph_without_gradients(call: str) -> None:
     function, *tensors = make_call(call)

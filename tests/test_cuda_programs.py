@@ -57,6 +57,58 @@ MUTATIONS = {
         "    «__syncthreads();»\n    if (warp > 0) return;",
         ";",
     ),
+    "decoding: keys are read before they have arrived": (
+        "cuda/mma/decode.cuh",
+        "      «wait_for_copies<2 * kStages - 1>();»\n"
+        "      __syncwarp();  // all lanes have copied the keys",
+        ";",
+    ),
+    "decoding: values are read before they have arrived": (
+        "cuda/mma/decode.cuh",
+        "      «wait_for_copies<2 * kStages - 1>();»\n"
+        "      __syncwarp();  // all lanes have copied the values",
+        ";",
+    ),
+    "decoding: the query is read before all threads have copied": (
+        "cuda/mma/decode.cuh",
+        "    wait_for_copies<2 * kStages>();\n    «__syncthreads();»",
+        ";",
+    ),
+    "decoding: sums are stored over keys that are read": (
+        "cuda/mma/decode.cuh",
+        "    «__syncthreads();»  // the rings have been read",
+        ";",
+    ),
+    "decoding: sums are added before they are there": (
+        "cuda/mma/decode.cuh",
+        "    «__syncthreads();»\n    if (thread.warp > 0) return;",
+        ";",
+    ),
+    "decoding: splits are merged before all are there": (
+        "cuda/mma/decode.cuh",
+        "shared.is_last = «take_ticket(p.counters + shared.counter) == p.splits - 1»;",
+        "take_ticket(p.counters + shared.counter) == p.splits - 2",
+    ),
+    "decoding: splits are not counted from 0": (
+        "cuda/mma/decode.cuh",
+        "Error error = «clear_counters(p.counters, p.counter_count, stream)») return",
+        "Error{}",
+    ),
+    "decoding: pages are looked up that the table does not have": (
+        "cuda/mma/decode.cuh",
+        "const int64_t row = key + thread.lane % kKeys; «row < task.last_key»",
+        "true",
+    ),
+    "decoding: what lies behind a mask is read": (
+        "cuda/mma/decode.cuh",
+        "mask[n][half] = «first < task.last_key» ?",
+        "true",
+    ),
+    "decoding: tiles that the mask hides are computed": (
+        "cuda/mma/decode.cuh",
+        "return «!__all_sync(~0u, some == 0)»;",
+        "true",
+    ),
     "delta: rows past the end are written": (
         "cuda/mma/delta.cuh",
         "if («own + k * kRowsAtOnce < rows»)",
@@ -182,8 +234,8 @@ MUTATIONS = {
             (
                 "tasks are not counted from 0",
                 "forward",
-                "if (p.next_task && «cudaMemsetAsync(p.next_task, 0, sizeof(int), gpu.stream)» !=",
-                "cudaSuccess",
+                "if (Error error = «clear_counters(p.counters, 1, gpu.stream)») return error;",
+                "Error{}",
             ),
             (
                 "values are read before they have arrived",
@@ -281,6 +333,23 @@ BARRIERS = {
         "cuda/mma/forward.cuh",
         "    «__syncwarp();»  // all lanes of a row have read",
     ): "check_forward",
+    (
+        "cuda/mma/decode.cuh",
+        "      «__syncwarp();»  // all lanes have read the keys",
+    ): "check_decode",
+    (
+        "cuda/mma/decode.cuh",
+        "      «__syncwarp();»  // all lanes have read the values",
+    ): "check_decode",
+    ("cuda/mma/decode.cuh", "      «__syncwarp();»  // all lanes have written"): "check_decode",
+    (
+        "cuda/mma/decode.cuh",
+        "      «__syncwarp();»  // all lanes have copied the keys",
+    ): "check_decode",
+    (
+        "cuda/mma/decode.cuh",
+        "      «__syncwarp();»  // all lanes have copied the values",
+    ): "check_decode",
     ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all threads of the row"): "check_forward",
     (
         "cuda/simt/tangent.cuh",
@@ -288,6 +357,9 @@ BARRIERS = {
     ): "check_derivatives",
     ("cuda/simt/stats.cuh", "      «__syncwarp();»\n      if (thread.x"): "check_derivatives",
 }
+
+# The file of a race that is in another than the barrier.
+SHOWN_IN = {"      «__syncwarp();»  // all lanes have written": "cuda/simt/merge.cuh"}
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +426,7 @@ def test_program(name: str, compiled: Callable[[str], Path]) -> None:
 def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> None:
     """An error put into a kernel gives a wrong result or a message, with one order of threads."""
     programs = {
+        "decoding": "check_decode",
         "delta": "check_delta",
         "merge": "check_merge",
         "backward": "check_backward",
@@ -371,7 +444,10 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
 @needs_x86
 @pytest.mark.parametrize(
     "name",
-    ["check_forward", "check_forward_sm90", "check_merge", "check_backward", "check_derivatives"],
+    [
+        *("check_forward", "check_forward_sm90", "check_decode"),
+        *("check_merge", "check_backward", "check_derivatives"),
+    ],
 )
 def test_no_race(name: str, compiled: Callable[[str], Path]) -> None:
     assert run(compiled(name), seeds=1, ATTN_STAND_IN_RACES="1") == "right\n"
@@ -386,7 +462,7 @@ def test_race_is_found(place: tuple[str, str], compiled: Callable[[str], Path]) 
     assert run(program, seeds=1, mutation=number).endswith("right\n")
     output = run(program, seeds=1, mutation=number, ATTN_STAND_IN_RACES="1")
     assert output.endswith(": a race\n")
-    assert f"/{place[0]}:" in output, output
+    assert f"/{SHOWN_IN.get(place[1], place[0])}:" in output, output
     assert len(re.findall(r"/cuda/\w+/\w+\.cuh:\d+", output)) >= 2, output
 
 

@@ -233,6 +233,39 @@ def test_instructions_of_a_tile(name: str) -> None:
     assert len(path) <= limit.instructions
 
 
+class DecodeLimit(NamedTuple):
+    """A limit of a warp's loop over tiles of 16 keys, in which no key is hidden."""
+
+    kernel: str
+    products: int  # HMMA
+    copies: int  # of a lane
+    instructions: int
+    registers: int
+
+
+DECODE_LIMITS = {
+    "64": DecodeLimit("DecodeMma<BFloat16, 64, false, false>", 16, 8, 304, 96),
+    "128": DecodeLimit("DecodeMma<BFloat16, 128, false, false>", 32, 16, 410, 136),
+    "256": DecodeLimit("DecodeMma<BFloat16, 256, false, false>", 64, 32, 600, 255),
+    "128, mask": DecodeLimit("DecodeMma<BFloat16, 128, true, false>", 32, 16, 460, 168),
+    "256, mask, pages": DecodeLimit("DecodeMma<BFloat16, 256, true, true>", 64, 32, 720, 255),
+    "128, pages": DecodeLimit("DecodeMma<BFloat16, 128, false, true>", 32, 16, 600, 168),
+}
+
+
+@pytest.mark.parametrize("name", DECODE_LIMITS)
+def test_instructions_of_a_tile_of_decoding(name: str) -> None:
+    limit = DECODE_LIMITS[name]
+    kernel, said = compile_kernel(limit.kernel)
+    assert "0 bytes stack frame, 0 bytes spill stores" in said, said
+    assert int(re.search(r"Used (\d+) registers", said)[1]) <= limit.registers  # type: ignore[index]
+    path = main_loop(kernel, ("HMMA", "LDGSTS"), "HMMA")
+    assert count(path, "HMMA") == limit.products
+    assert count(path, "LDGSTS") == limit.copies
+    assert count(path, "BAR") == 0  # no warp waits for another
+    assert len(path) <= limit.instructions
+
+
 class HopperLimit(NamedTuple):
     """A limit of the loop over tiles of a consumer, in which no key is hidden."""
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ import torch
 import torch_attn  # noqa: F401, registers the operators
 from _variants import ROOT, build_stand_in, run_fuzz, run_python, run_tests
 from helpers import DTYPES
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import decode_model
 
 # The fibers switch stacks with a few instructions of x86.
 pytestmark = [
@@ -101,6 +105,14 @@ CALLS = {
     "float32": "L=100, dtype=torch.float32",
     "float64": "L=100, dtype=torch.float64",
     "head_dim beyond 256": "L=100, D=264",
+    "one row": "L=1",
+    "16 rows": "L=2, heads=8, key_heads=1, enable_gqa=True",
+    "17 rows": "L=17",
+    "one row, float32": "L=1, dtype=torch.float32",
+    "one row, mask": "L=1, S=64, attn_mask=torch.zeros(1, 64).bfloat16()",
+    "one row, cap": "L=1, S=64, softcap=20.0",
+    "one row, dropout": "L=1, S=64, dropout_p=0.5",
+    "one row, many keys": "L=1, S=9000",
     "few rows": "L=64",
     "few rows, grouped": "L=64, heads=4, key_heads=1, enable_gqa=True",
     "many keys": "L=100, S=3000",
@@ -120,16 +132,19 @@ CALLS = {
     "invariant, mask": "L=100, attn_mask=torch.ones(100, 100).bool(), invariant=True",
     "invariant, float32": "L=100, dtype=torch.float32, invariant=True",
     "pages": "L=100, paged=True",
+    "one row, pages": "L=1, S=100, paged=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
 }
-SIMT, MMA = "ForwardSimt", "ForwardMma"
+SIMT, MMA, DECODE = "ForwardSimt", "ForwardMma", "DecodeMma"
 ON_80 = {
     "float32": SIMT, "float64": SIMT, "head_dim beyond 256": SIMT, "float32 mask": SIMT,
-    "invariant, float32": SIMT,
+    "invariant, float32": SIMT, "one row, float32": SIMT, "one row": DECODE, "16 rows": DECODE,
+    "one row, mask": DECODE, "one row, cap": DECODE, "one row, many keys": DECODE,
+    "one row, pages": DECODE,
 }  # fmt: skip
 NOT_ON_WGMMA = {
-    *ON_80, "few rows", "boolean mask", "mask", "cap", "ALiBi", "dropout", "negative scale",
-    "invariant, mask", "pages",
+    *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",
+    "dropout", "negative scale", "invariant, mask",
 }  # fmt: skip
 PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn
@@ -162,9 +177,25 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
         expected = ON_80.get(name, MMA)
         if capability == 90 and name not in NOT_ON_WGMMA:
             expected = "ForwardWgmma"
-        kernels = set(re.findall(r"attn::cuda::(Forward\w+)<", launches))
+        kernels = set(re.findall(r"attn::cuda::((?:Forward|Decode)\w+)<", launches))
         assert kernels == {expected}, f"{name}: {launches}"
         assert ("merge_splits" in launches) == (name == "many keys"), f"{name}: {launches}"
+
+
+# (query heads, key heads, keys)
+DECODED = [(2, 2, 200), (2, 2, 3000), (8, 1, 9000), (6, 2, 700), (40, 20, 600), (40, 40, 3000)]
+
+
+def test_splits_of_decoding(library: Path) -> None:
+    """As many blocks as benchmarks/decode_model.py counts: the busiest of 8 has fewest keys."""
+    text = "L=1, heads={}, key_heads={}, S={}, enable_gqa=True"
+    options = {**environment(library, 1), "ATTN_STAND_IN_LAUNCHES": "1"}
+    printed = run_python("-c", PRINT_KERNELS, *(text.format(*x) for x in DECODED), **options)
+    found = [int(n) for n in re.findall(r"launch of (\d+) blocks: .*DecodeMma", printed)]
+    assert found == [
+        key_heads * decode_model.splits_of(key_heads, heads // key_heads, keys, 8)
+        for heads, key_heads, keys in DECODED
+    ]
 
 
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)
@@ -234,7 +265,7 @@ nested = nested.transpose(1, 2)
 expected = builtin(*x), builtin(nested, nested, nested).values()
 handle = torch_attn.replace_sdpa()
 actual = builtin(*x), builtin(nested, nested, nested).values()
-print(handle, *map(torch.allclose, actual, expected))
+print(handle, *(torch.allclose(*both, atol=1e-6) for both in zip(actual, expected)))
 try:
     torch_attn.sdpa(*x)
 except RuntimeError as error:

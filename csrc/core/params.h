@@ -270,10 +270,12 @@ struct ForwardParams : RowParams {
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], if max_score is wanted
 
-  // On a GPU whose blocks stay for many tasks. If there is an order, a block that has ended a task takes the next one,
-  // whose turn next_task counts, on the device. Otherwise a block knows all of its tasks from the start.
+  // What blocks of a GPU count, on the device. Blocks that stay for many tasks count whose turn it is, if there is an
+  // order: one that has ended a task takes the next one. (Otherwise a block knows all of its tasks from the start.)
+  // Blocks of few rows count, for each task, how many of its splits are there: the last one merges them.
   TaskOrder order;
-  int* next_task = nullptr;
+  int* counters = nullptr;
+  int64_t counter_count = 0;
 
   void* prepacked = nullptr;  // keys and values in the kernel's own layout, if the kernel packs them once for all tasks
 

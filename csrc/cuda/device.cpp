@@ -116,10 +116,10 @@ void run_forward(ForwardParams& p, const Tensor& query) {
   const auto inputs = put_inputs_in_vectors(p, query);
   plan_forward(p, device);
   const auto partial = allocate_splits(p, query);
-  Tensor next_task;
-  if (p.order.at_once > 0) {
-    next_task = at::empty({1}, query.options().dtype(at::kInt));
-    p.next_task = next_task.mutable_data_ptr<int>();
+  Tensor counters;
+  if (p.counter_count > 0) {
+    counters = at::empty({p.counter_count}, query.options().dtype(at::kInt));
+    p.counters = counters.mutable_data_ptr<int>();
   }
   check(launch_forward(p, device));
 }

@@ -32,6 +32,9 @@ constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // The number of rows of a block, which has four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
+// The most rows of a group of heads whose forward is that of few rows, in which each warp has all rows.
+constexpr int64_t kDecodeRows = 16;
+
 // The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two
 // stages of 80 keys.
 constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : 128; }
@@ -47,6 +50,10 @@ Error with_padded_dim(int64_t dim, F f) {
 // S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
+
+// Of few rows.
+template <class S, int kDim, bool kPaged>
+Error launch_decode_mma(const ForwardParams& p, Stream stream);
 
 // On Hopper. The files of instances/ that instantiate it are traps for any other device.
 template <class S, int kDim, bool kPaged>

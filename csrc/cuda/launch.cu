@@ -99,16 +99,21 @@ bool uses_mma(const Problem& p) {
 }
 
 // Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
-// dropout, a cap and ALiBi take the kernels of all GPUs. So do few rows, whose keys those kernels cut into splits, and
-// pages, but not within Problem::invariant, because a row's bits must not depend on either.
+// dropout, a cap and ALiBi take the kernels of all GPUs. So do few rows, whose keys those kernels cut into splits, but
+// not within Problem::invariant, because a row's bits must not depend on how many rows there are.
 bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 #ifdef ATTN_SM90A
   constexpr int64_t kFewRows = 64;
-  return gpu.capability == 90 && uses_mma(p) && !is_general(p) &&
-         (p.invariant || (p.rows() > kFewRows && !p.paging.table));
+  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && (p.invariant || p.rows() > kFewRows);
 #else
   return false;
 #endif
+}
+
+// Whether the forward is that of few rows. Within Problem::invariant it is not, because a row's bits must not depend on
+// how many rows there are.
+static bool uses_decode(const Problem& p) {
+  return uses_mma(p) && !p.invariant && !p.has_dropout && p.rows() <= kDecodeRows;
 }
 
 // Returns an upper bound on the number of keys that the rows of a task see. Counts keys from the start of a tile of
@@ -124,39 +129,61 @@ static int64_t keys_to_split(const RowParams& p, int64_t tile = kKeysPerTile) {
   return smaller(keys, visible_keys(sequence_of(p, 0), {0, p.queries}).last);
 }
 
+// Returns the number of splits with which the busiest multiprocessor ends first, if it takes `rows` rows of each task.
+// Memory binds, so its blocks take as long side by side as one after the other. The constants are counted in keys that
+// could be read meanwhile: to start a block, to clear counters, and for a round of loads of the merge, in which a warp
+// has eight splits of a row. They are assumed.
+static int64_t decode_splits(int64_t tasks, int64_t rows, int64_t keys, int64_t tile, int64_t multiprocessors) {
+  constexpr int64_t kStart = 128, kClear = 64, kRound = 20;
+  int64_t best = 1, least = divide_up(tasks, multiprocessors) * (keys + kStart);
+  for (int64_t splits = 2; splits <= keys / (4 * tile); ++splits) {
+    const int64_t blocks = divide_up(tasks * splits, multiprocessors);
+    const int64_t merge = kClear + kRound * divide_up(rows, 4) * (3 + divide_up(splits, 8));
+    if (blocks * kStart + keys * tasks / multiprocessors + merge > least) break;  // and so on for more splits
+    const int64_t time = blocks * (round_up(divide_up(keys, splits), tile) + kStart) + merge;
+    if (time < least) best = splits, least = time;
+  }
+  return best;
+}
+
 void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t dim = larger(p.head_dim, p.value_dim);
-  const bool on_hopper = uses_wgmma(p, gpu);
+  const bool on_hopper = uses_wgmma(p, gpu), decodes = uses_decode(p);
   const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
-  p.rows_per_task = kSimtTile;
+  p.rows_per_task = decodes ? kDecodeRows : kSimtTile;
   if (on_hopper)
     p.rows_per_task = forward_wgmma_rows(dim);
-  else if (uses_mma(p))
+  else if (uses_mma(p) && !decodes)
     p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? forward_mma_tiles(dim) : 1);
   const int64_t keys = keys_to_split(p, tile);
   p.keys_per_split = round_up(larger(1, keys), tile);
   if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
-  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. In decoding
-  // each group of heads has one tile of rows, and blocks spend their time waiting for K and V. Twice as many blocks are
-  // wanted then, because more blocks, each with less to do, keep more reads under way. On Hopper a multiprocessor runs
-  // one block at a time, and a second wave of blocks would cost more than splits gain. With splits the bits of a row
+  p.counter_count = p.order.at_once > 0 ? 1 : 0;
+  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. Up to 64
+  // rows of a group are one tile, and blocks spend their time waiting for K and V. Twice as many blocks are wanted
+  // then, because more blocks, each with less to do, keep more reads under way. On Hopper a multiprocessor runs one
+  // block at a time, and a second wave of blocks would cost more than splits gain. With splits the bits of a row
   // depend on the rest of the batch, so Problem::invariant forbids splits. Without splits, rows_per_task changes no
-  // bits.
+  // bits of a kernel.
   const int64_t at_a_time = on_hopper ? 1 : p.row_tasks() == 1 ? 4 : 2;
   const int64_t wanted = at_a_time * gpu.multiprocessors, enough_keys = 4 * tile;
-  if (p.invariant || p.rows() == 0 || p.tasks() >= wanted || keys < 2 * enough_keys) return;
+  if (p.invariant || p.rows() == 0 || keys < 2 * enough_keys || (!decodes && p.tasks() >= wanted)) return;
   const int64_t most = on_hopper ? wanted / p.tasks() : divide_up(wanted, p.tasks());
-  const int64_t splits = smaller(most, keys / enough_keys);
+  const int64_t splits =
+      decodes ? decode_splits(p.tasks(), p.rows(), keys, tile, gpu.multiprocessors) : smaller(most, keys / enough_keys);
   if (splits < 2) return;
   p.keys_per_split = round_up(divide_up(keys, splits), tile);
   p.splits = divide_up(keys, p.keys_per_split);
+  if (decodes) p.counter_count = blocks_of_rows(p, kDecodeRows);
 }
 
 Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
+  const bool decodes = uses_decode(p);
   const auto on_tensor_cores = [&]<class S, int kDim, bool kPaged>() {
 #ifdef ATTN_SM90A
     if (uses_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
 #endif
+    if (decodes) return launch_decode_mma<S, kDim, kPaged>(p, gpu.stream);
     return launch_forward_mma<S, kDim, kPaged>(p, gpu.stream);
   };
   const auto with_pages = [&]<class S, int kDim>() {
@@ -165,7 +192,7 @@ Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
   };
   const Error error = uses_mma(p) ? with_mma(p, with_pages)
                                   : with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, gpu.stream); });
-  if (error || p.splits == 1) return error;
+  if (error || p.splits == 1 || decodes) return error;
   return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, gpu.stream); });
 }
 

@@ -65,6 +65,13 @@ template <class Shared, size_t kMost = kMostShared, class Name = Shared, class P
   return message.c_str();
 }
 
+// Sets a call's counters to 0, before its kernel.
+[[nodiscard]] inline Error clear_counters(int* counters, int64_t count, Stream stream) {
+  if (!counters) return nullptr;
+  const cudaError_t error = cudaMemsetAsync(counters, 0, static_cast<size_t>(count) * sizeof *counters, stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(cudaGetLastError());  // which clears it, as launch() does
+}
+
 // Runs one block of a Kernel. Kernel::blocks(p) is the number of blocks. Kernel::kBlocks is the number of blocks whose
 // registers must fit into a multiprocessor at a time. If kBlocks is 0, the compiler chooses how many registers a thread
 // has.

@@ -57,6 +57,12 @@ ENTRIES = [
         program="check_forward_sm90",
     ),
     Entry(
+        "decoding",
+        (*SHARED, "csrc/cuda/mma/*", "tests/cuda/check_decode.cu"),
+        20,
+        program="check_decode",
+    ),
+    Entry(
         "equal runs",
         (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/equal_runs.py"),
         60,

@@ -42,12 +42,12 @@ class Variants {
     int value = 0;
     require_done(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 0));
     multiprocessors_ = value;
-    require_done(cudaMalloc(&next_task_, sizeof(int)));
+    require_done(cudaMalloc(&counters_, sizeof(int)));
   }
   Variants(const Variants&) = delete;
   ~Variants() {
     for (uint16_t* x : x_) cudaFree(x);
-    cudaFree(next_task_);
+    cudaFree(counters_);
   }
 
   // The first variant is the library's. `dealing`: how blocks come to their tasks.
@@ -79,7 +79,7 @@ class Variants {
     p_.order = order_of(p_);
     const bool knows = dealing == Dealing::block_each || dealing == Dealing::known || p_.order.at_once == 0;
     if (dealing == Dealing::list_by_list) p_.order.at_once = 1;
-    p_.next_task = knows ? nullptr : next_task_;
+    p_.counters = knows ? nullptr : counters_;
   }
   template <class F>
   void time_launch(const std::string& name, F launch_kernel) {
@@ -87,7 +87,7 @@ class Variants {
     p_.output.data = is_first ? x_[4] : x_[3];
     has_first_ = true;
     const auto launch_once = [&] {
-      if (p_.next_task) require_done(cudaMemsetAsync(p_.next_task, 0, sizeof(int), nullptr));
+      if (p_.counters) require_done(cudaMemsetAsync(p_.counters, 0, sizeof(int), nullptr));
       const Error error = launch_kernel();
       require(!error, error ? error : "");
     };
@@ -143,7 +143,7 @@ class Variants {
   ForwardParams p_;
   int64_t multiprocessors_ = 0;
   uint16_t* x_[5];
-  int* next_task_ = nullptr;
+  int* counters_ = nullptr;
   bool has_first_ = false;
 };
 

@@ -37,12 +37,13 @@ struct MmaTile {
 // Starts to fill a tile with `rows` rows of `cols` numbers, and with zeros elsewhere. The rows must be vectors
 // (in_vectors(), launch.h). A thread copies one vector of each of its rows. These are the rows first_row + i, in the
 // order of i. from(first_row, i) returns where row first_row + i begins. The tile is complete after commit_copies(),
-// wait_for_copies() and a barrier.
-template <class S, int kRows, int kCols, class From>
-__device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from) {
+// wait_for_copies() and a barrier. Called by kThreads threads, of which this one is `thread`.
+template <int kThreads = kMmaThreads, class S, int kRows, int kCols, class From>
+__device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from,
+                                          unsigned thread = thread_index()) {
   constexpr int kVectors = kCols / kVector;
-  constexpr int kRowsAtOnce = kMmaThreads / kVectors;
-  const unsigned thread = thread_index(), vector = thread % kVectors, first_row = thread / kVectors;
+  constexpr int kRowsAtOnce = kThreads / kVectors;
+  const unsigned vector = thread % kVectors, first_row = thread / kVectors;
   const int first = vector * kVector;
   const int left = (first < static_cast<int>(cols) ? rows : 0) - static_cast<int>(first_row);
   S* const to = tile.at(first_row, vector);
@@ -60,10 +61,11 @@ __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const 
 }
 // Row i begins i * stride numbers behind `data`. The address of row first_row + i is computed from two products,
 // because the second product, i * stride, is the same for all threads.
-template <class S, int kRows, int kCols>
+template <int kThreads = kMmaThreads, class S, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
-                                          int64_t stride) {
-  copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; });
+                                          int64_t stride, unsigned thread = thread_index()) {
+  const auto from = [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; };
+  copy_tile<kThreads>(tile, rows, cols, from, thread);
 }
 
 // Finds out where the rows of kKeys keys and of their values are stored in pages. The threads that copy the same rows

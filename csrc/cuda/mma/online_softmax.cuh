@@ -40,6 +40,11 @@ struct OnlineSoftmax {
     return exp2_approx(exponent(old) - exponent(shift));
   }
 
+  // As correction(), but also right for a large shift, which find_shift() takes off before the multiplication.
+  __device__ __forceinline__ float factor(float old, float shift) const {
+    return is_large(shift) ? exp2_approx((old - shift) * kLog2E<float>) : correction(old, shift);
+  }
+
   // Raises `best`, the largest number of each row so far, to the largest of this tile, too; NaN if there is a NaN.
   static __device__ __forceinline__ void raise(OfRows& best, const Scores* x) {
 #pragma unroll

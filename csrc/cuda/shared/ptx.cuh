@@ -156,4 +156,12 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
+// Returns the number, in global memory, and raises it by 1. What this thread has written or seen before is visible to
+// whoever takes a later ticket.
+__device__ __forceinline__ int take_ticket(int* p) {
+  int x;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
 }  // namespace attn::cuda

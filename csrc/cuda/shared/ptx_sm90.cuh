@@ -93,13 +93,6 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 __device__ __forceinline__ void store_release(int* p, int x) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-// Returns the number and raises it by 1. Blocks that take turns in the order of their tickets wait for none that may
-// not run yet.
-__device__ __forceinline__ int take_ticket(int* p) {
-  int x;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
 
 // --- shared memory ---
 

@@ -16,11 +16,11 @@ __device__ __forceinline__ const S* head_of(const Problem& p, const Operand& x, 
 // heads, or up to `most` keys of one head. `heads` is the number of heads of K or of V. A block that finds no tile ends
 // without reading or writing.
 //
-// The rows of a group of heads form a list. In this list, a head of a packed sequence has as many rows as the sequence
-// has queries. So the rows and keys of a sequence are cut into the same tiles as in a call with this sequence alone.
-// The bits of the sequence's results also depend on how many rows a tile has and on the splits of the keys.
-// plan_forward() and plan_stats() derive both from the largest numbers of queries and keys, the number of sequences and
-// the device.
+// The rows of a group of heads form a list. In this list, a head of a packed sequence has as many rows as the
+// sequence has queries. So the rows and keys of a sequence are cut into the same tiles as in a call with this
+// sequence alone. The bits of the sequence's results also depend on the kernel, on how many rows a tile has and on
+// the splits of the keys. plan_forward() and plan_stats() derive all of these from the largest numbers of queries and
+// keys, the number of sequences and the device.
 //
 // The host knows the sum of the lengths of packed sequences and the longest length, but not each length. So a block is
 // given the number of a place, which holds one tile or none. The block finds out which tile is at its place. There are

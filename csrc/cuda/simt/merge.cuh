@@ -44,15 +44,11 @@ __device__ __forceinline__ Pair<T> larger_pair(Pair<T> a, Pair<T> b) {
   return a.high > b.high || (a.high == b.high && a.low > b.low) ? a : b;
 }
 
+// Merges a part of a row, with all lanes of the warps that have it, of which this one is `warp`.
 template <class T, class Shape>
-__global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
+__device__ __forceinline__ void merge_row(const ForwardParams& p, const Row& row, int64_t part, int warp, int lane) {
   constexpr int kWarps = Shape::kWarps, kCols = Shape::kCols, kSplits = Shape::kSplits;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kWarps;
-  // Rows are numbered as if each packed sequence had as many rows as the longest one. So some numbers have no row.
-  const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
-  const Row row = row_of_number(p, number / parts);
-  if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
-  const int64_t part = number % parts, first_col = part * (32 * kCols) + lane;
+  const int64_t first_col = part * (32 * kCols) + lane;
   const int64_t all_rows = number_of_rows(p), r = row_number(p, row.n, row.head, row.position);
   const int splits = static_cast<int>(p.splits);
 
@@ -130,6 +126,16 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_const
       max_score = max_or_nan(__shfl_xor_sync(~0u, max_score, lanes), max_score);
   }
   if (lane == 0) write_statistics(p, row, logsumexp, max_score);
+}
+
+template <class T, class Shape>
+__global__ void __launch_bounds__(kMergeThreads) merge_splits(const __grid_constant__ ForwardParams p) {
+  constexpr int kWarps = Shape::kWarps;
+  // Rows are numbered as if each packed sequence had as many rows as the longest one. So some numbers have no row.
+  const int64_t number = (block_number() * kMergeThreads + threadIdx.x) / (32 * kWarps), parts = Shape::parts(p);
+  const Row row = row_of_number(p, number / parts);
+  if (row.n >= p.batch || row.position >= sequence_of(p, row.n).queries) return;
+  merge_row<T, Shape>(p, row, number % parts, threadIdx.x / 32 % kWarps, threadIdx.x % 32);
 }
 
 // Divides a row among several warps only if it has many splits and there are few rows. Each of these warps computes the

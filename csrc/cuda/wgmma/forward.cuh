@@ -62,7 +62,7 @@ struct ForwardWgmma {
       return i == kOutput ? p.output : p.residual;
     }
     __device__ __forceinline__ void set(const ForwardParams& p, int64_t number) {
-      task.set(p, p.next_task ? p.order[number] : number, kRows, kKeys);
+      task.set(p, p.counters ? p.order[number] : number, kRows, kKeys);
       const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
       tiles = static_cast<int>(divide_up(keys, kKeys));
       if (tiles == 0) return;
@@ -152,7 +152,7 @@ struct ForwardWgmma {
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
       if (Next& next = shared.next; thread_index() % kGroupThreads == 0)
-        next.number = next.step + (p.next_task ? take_ticket(p.next_task) : next.number);
+        next.number = next.step + (p.counters ? take_ticket(p.counters) : next.number);
     }
   }
 
@@ -352,8 +352,7 @@ template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   constexpr int kConsumers = forward_wgmma_rows(kDim) / 64, kKeys = forward_wgmma_keys(kDim);
   using Kernel = ForwardWgmma<S, kDim, kConsumers, kKeys, kDim <= 64 ? 4 : 2, kPaged>;
-  if (p.next_task && cudaMemsetAsync(p.next_task, 0, sizeof(int), gpu.stream) != cudaSuccess)
-    return cudaGetErrorString(cudaGetLastError());
+  if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
   return launch_persistent<Kernel>(p, gpu);
 }
 

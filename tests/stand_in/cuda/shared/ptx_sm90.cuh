@@ -41,11 +41,6 @@ void arrive_threads(int number) {
 
 inline int load_acquire(const int* p) { return stand_in::load_acquire(p); }
 inline void store_release(int* p, int x) { stand_in::store_release(p, x); }
-inline int take_ticket(int* p) {
-  const int x = stand_in::load_acquire(p);
-  stand_in::store_release(p, x + 1);
-  return x;
-}
 
 inline void publish_writes() { stand_in::publish_writes(); }
 

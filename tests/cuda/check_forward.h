@@ -1,0 +1,229 @@
+// A forward of 16-bit numbers with any of its options against a plain loop, without torch.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "check.h"
+#include "cuda/shared/rows.cuh"
+
+namespace attn::cuda {
+
+// A number that S holds exactly, and that is not subnormal.
+template <class S>
+S from_host(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  if constexpr (std::is_same_v<S, BFloat16>) return {static_cast<uint16_t>(bits >> 16)};
+  const uint32_t half = (bits >> 31 << 15) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023);
+  return {static_cast<uint16_t>(x == 0 ? 0 : half)};
+}
+// Whole numbers / 8 below 2.
+template <class S>
+S draw(std::mt19937& random) {
+  return from_host<S>(static_cast<float>(static_cast<int>(random() % 31) - 15) / 8);
+}
+
+struct Case {
+  const char* name;
+  int heads = 2, group = 1, queries = 150, keys = 150, dim = 128, value_dim = 128;
+  int left = -1, right = -1;  // of the window; -1: unlimited
+  int offset = 0;             // query i stands at position i + offset among the keys
+  int in_use = -1;            // keys; behind them lie NaNs. -1: all
+  int page = 0;               // keys of a page; 0: no pages
+  int splits = 1;
+  bool has_sinks = false;
+  int lists = 0;  // at once; 0: blocks know their tasks from the start
+  double scale = 0.125;
+  float softcap = 0;
+  bool has_slopes = false;
+  int mask_bytes = 0;            // of a number: 1, boolean; 2, as the query; 0: no mask. It hides a tile of keys wholly
+  bool mask_is_of_rows = false;  // it has one number for all keys of a row, and hides none of them
+};
+
+// `merges`: the kernel merges splits itself.
+// Query i sees the keys in use from i + offset - left to i + offset + right. launch(p) computes it, with rows_per_task
+// rows of a block and tiles of `tile` keys.
+template <class S, class Launch>
+void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merges, Launch launch) {
+  constexpr bool kIsHalf = std::is_same_v<S, Half>;
+  const int key_heads = c.heads / c.group, in_use = c.in_use < 0 ? c.keys : c.in_use;
+  std::mt19937 random(5);
+  Array<S> query(c.heads * c.queries * c.dim), key(key_heads * c.keys * c.dim), value(key_heads * c.keys * c.value_dim),
+      output(c.heads * c.queries * c.value_dim);
+  Array<float> logsumexp(2 * c.heads * c.queries), row_logsumexp(c.heads * c.queries), sinks(c.heads),
+      max_score(c.heads * c.queries), partial_max(c.splits * max_score.size()), partial(c.splits * output.size()),
+      partial_logsumexp(c.splits * logsumexp.size());
+  for (auto* x : {&query, &key, &value})
+    for (int64_t i = 0; i < x->size(); ++i) (*x)[i] = draw<S>(random);
+  for (int h = 0; h < c.heads; ++h) sinks[h] = static_cast<float>(h) - 1;
+  constexpr S kNan{0x7fff};
+  for (int h = 0; h < key_heads; ++h)
+    for (int j = in_use; j < c.keys; ++j) {
+      for (int d = 0; d < c.dim; ++d) key[(h * c.keys + j) * c.dim + d] = kNan;
+      for (int d = 0; d < c.value_dim; ++d) value[(h * c.keys + j) * c.value_dim + d] = kNan;
+    }
+
+  ForwardParams p;
+  p.heads = c.heads;
+  p.group = c.group;
+  p.key_heads = p.value_heads = key_heads;
+  p.queries = c.queries;
+  p.keys = c.keys;
+  p.head_dim = c.dim;
+  p.value_dim = c.value_dim;
+  p.scale = c.scale;
+  if (c.left >= 0) p.visibility.left = c.left;
+  if (c.right >= 0) p.visibility.right = c.right;
+  Array<int64_t> offsets(1);
+  offsets[0] = c.offset;
+  if (c.offset) p.visibility.offsets = offsets.data();
+  p.softcap = c.softcap;
+  Array<float> slopes(c.heads);
+  for (int h = 0; h < c.heads; ++h) slopes[h] = 0.25f / static_cast<float>(h + 1);
+  if (c.has_slopes) p.alibi_slopes = slopes.data();
+  Array<int64_t> lengths(1);
+  lengths[0] = in_use;
+  if (c.in_use >= 0) p.visibility.key_lengths = lengths.data();
+  const auto operand = [](auto& array, int rows, int cols) {
+    Operand x;
+    x.data = array.data();
+    x.dtype = kIsHalf ? DType::f16 : DType::bf16;
+    x.head = int64_t{rows} * cols;
+    x.row = cols;
+    x.col = 1;
+    return x;
+  };
+  p.query = operand(query, c.queries, c.dim);
+  p.key = operand(key, c.keys, c.dim);
+  p.value = operand(value, c.keys, c.value_dim);
+  p.output = operand(output, c.queries, c.value_dim);
+  p.logsumexp = logsumexp.data();
+  p.row_logsumexp = row_logsumexp.data();
+  p.max_score = max_score.data();
+  if (c.has_sinks) p.sinks = sinks.data();
+  const int mask_stride = static_cast<int>(round_up(c.keys, 16));  // whole vectors
+  Array<unsigned char> mask(c.mask_bytes * c.heads * c.queries * mask_stride);
+  const auto hides = [&](int h, int i, int j) {
+    return c.mask_bytes && !c.mask_is_of_rows && ((i + j + h) % 5 == 1 || j / 64 == 1);
+  };
+  const auto bias = [&](int i, int j) {
+    return c.mask_bytes == 2 ? static_cast<float>((i + (c.mask_is_of_rows ? 0 : 3 * j)) % 9 - 4) / 4 : 0;
+  };
+  if (c.mask_bytes) {
+    for (int h = 0; h < key_heads; ++h)
+      for (int j = 64; j < 128 && j < c.keys && !c.mask_is_of_rows; ++j) {
+        for (int d = 0; d < c.dim; ++d) key[(h * c.keys + j) * c.dim + d] = kNan;
+        for (int d = 0; d < c.value_dim; ++d) value[(h * c.keys + j) * c.value_dim + d] = kNan;
+      }
+    for (int h = 0; h < c.heads; ++h)
+      for (int i = 0; i < c.queries; ++i)
+        for (int j = 0; j < c.keys; ++j) {
+          unsigned char* const to = &mask[c.mask_bytes * ((int64_t{h} * c.queries + i) * mask_stride + j)];
+          const uint16_t bits = hides(h, i, j) ? (kIsHalf ? 0xfc00 : 0xff80) : from_host<S>(bias(i, j)).bits;
+          if (c.mask_bytes == 1)
+            *to = !hides(h, i, j);
+          else
+            std::memcpy(to, &bits, 2);
+        }
+    p.has_mask = true;
+    p.mask = operand(mask, c.queries, mask_stride);
+    if (c.mask_bytes == 1) p.mask.dtype = DType::boolean;
+    if (c.mask_is_of_rows) p.mask.col = 0;
+  }
+  // A pool [pages, heads, page, dim]: no sequence has the first page, and the others are in disorder.
+  const int pages = c.page ? (c.keys + c.page - 1) / c.page : 1, per_page = c.page ? c.page : 1;
+  Array<S> key_pool((pages + 1) * key_heads * per_page * c.dim),
+      value_pool((pages + 1) * key_heads * per_page * c.value_dim);
+  Array<int32_t> table(pages);
+  require(!c.page || pages % 7 != 0, "this table would have pages twice");
+  if (c.page) {
+    for (auto* x : {&key_pool, &value_pool})
+      for (int64_t i = 0; i < x->size(); ++i) (*x)[i] = kNan;
+    for (int i = 0; i < pages; ++i) table[i] = 1 + i * 7 % pages;
+    const auto put = [&](Array<S>& pool, Array<S>& from, int dim) {
+      for (int64_t i = 0; i < from.size(); ++i) {
+        const int64_t head = i / dim / c.keys, row = i / dim % c.keys;
+        pool[((table[row / c.page] * key_heads + head) * c.page + row % c.page) * dim + i % dim] = from[i];
+      }
+    };
+    put(key_pool, key, c.dim);
+    put(value_pool, value, c.value_dim);
+    p.paging = {.table = table.data(), .per_entry = pages, .per_page = 1, .page_size = c.page, .pages = pages + 1};
+    p.key = operand(key_pool, c.page, c.dim);
+    p.value = operand(value_pool, c.page, c.value_dim);
+    p.key.page = int64_t{key_heads} * c.page * c.dim;
+    p.value.page = int64_t{key_heads} * c.page * c.value_dim;
+  }
+  p.rows_per_task = rows_per_task;
+  p.splits = c.splits;
+  p.keys_per_split = round_up(divide_up(c.keys, c.splits), tile);
+  p.partial_output = partial.data();
+  p.partial_logsumexp = partial_logsumexp.data();
+  p.partial_max = partial_max.data();
+  Array<int> counters(c.heads * c.queries);
+  for (int64_t i = 0; i < counters.size(); ++i) counters[i] = 77;  // what another call has left there
+  if (merges && c.splits > 1) {
+    p.counters = counters.data();
+    p.counter_count = counters.size();
+  }
+  if (c.lists) {
+    p.counters = counters.data();
+    p.order = order_of(p);
+    p.order.at_once = c.lists;
+  }
+  run([&] { return launch(p); });
+
+  const auto number = [](S x) { return static_cast<double>(host_float(x.bits, kIsHalf)); };
+  for (int h = 0; h < c.heads; ++h)
+    for (int i = 0; i < c.queries; ++i) {
+      double best = -INFINITY, sum = c.has_sinks ? std::exp(static_cast<double>(sinks[h])) : 0;
+      std::vector<double> expected(c.value_dim);
+      for (int j = 0; j < in_use; ++j) {
+        const int distance = i + c.offset - j;
+        if ((c.right >= 0 && -distance > c.right) || (c.left >= 0 && distance > c.left) || hides(h, i, j)) continue;
+        double score = 0;
+        for (int d = 0; d < c.dim; ++d)
+          score += number(query[(h * c.queries + i) * c.dim + d]) * number(key[(h / c.group * c.keys + j) * c.dim + d]);
+        score *= p.scale;
+        if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
+        if (c.has_slopes) score -= slopes[h] * std::abs(distance);
+        score += bias(i, j);
+        best = std::max(best, score);
+        const double weight = std::exp(score);
+        sum += weight;
+        for (int d = 0; d < c.value_dim; ++d)
+          expected[d] += weight * number(value[(h / c.group * c.keys + j) * c.value_dim + d]);
+      }
+      const int row = h * c.queries + i;
+      if (c.splits == 1 || merges) {
+        const auto close = [](double x, double y) {
+          return x == y || std::fabs(x - y) <= 2e-5 * std::max(1.0, std::fabs(y));
+        };
+        const double expected_log = std::log(sum);
+        require(close(row_logsumexp[row], expected_log), c.name);
+        require(close(double{logsumexp[2 * row]} + logsumexp[2 * row + 1], expected_log), c.name);
+        require(close(max_score[row], best), c.name);
+      }
+      for (int d = 0; d < c.value_dim; ++d) {
+        double found = number(output[row * c.value_dim + d]);
+        if (c.splits > 1 && !merges) {  // what merge_splits() adds
+          found = 0;
+          double weights = 0;
+          for (int s = 0; s < c.splits; ++s) {
+            const int64_t at_split = int64_t{s} * c.heads * c.queries + row;
+            const double weight = std::exp(static_cast<double>(partial_logsumexp[2 * at_split]));
+            weights += weight;
+            found += weight * partial[at_split * c.value_dim + d];
+          }
+          found = weights == 0 ? 0 : found / weights;
+        }
+        // Weights are rounded to S, and so is the output. All values are below 2.
+        require(std::fabs(found - (sum == 0 ? 0 : expected[d] / sum)) <= (kIsHalf ? 0x1p-9 : 0x1p-6), c.name);
+      }
+    }
+}
+
+}  // namespace attn::cuda

@@ -1,0 +1,55 @@
+"""The model of decoding on a GPU: what it predicts reaches the floors, and what it counts is so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_cuda_sass import DECODE_LIMITS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import decode_model as model  # noqa: E402
+
+
+@pytest.mark.parametrize("call", model.CUDNN, ids=lambda call: call.name)
+def test_prediction(call: model.Call) -> None:
+    """At least 0.95 of cuDNN's speed, and all of it for one long sequence.
+
+    What the model assumes, and how keys are split, decides this; what a GPU does is measured later.
+    """
+    floor = 1.0 if (call.batch, call.keys) == (1, 16384) else 0.95
+    assert model.CUDNN[call] / model.seconds(call) >= floor
+
+
+def test_waves() -> None:
+    """Before, 256 tasks had 768 blocks on 528 places: the second wave was 45% full."""
+    call = model.Call(64, 32, 4, 4096, 64)
+    assert call.tasks == 256
+    assert call.splits() == 1
+    assert model.splits_of(8, 4, 16384, 132) == 16  # 128 blocks
+    assert model.splits_of(8, 4, 300, 132) == 1  # too few keys
+    assert model.splits_of(1, 1, 1 << 20, 132) == 132
+    assert model.splits_of(1, 16, 1 << 16, 132) < 132  # the merge would take longer than the keys
+    assert model.splits_of(530, 1, 4096, 132) > 1  # 530 blocks would be five a multiprocessor
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_memory_binds(dim: int) -> None:
+    """While memory brings 16 keys, a multiprocessor could issue their instructions twice."""
+    card, limit = model.Card(), DECODE_LIMITS[f"{dim}"]
+    call = model.Call(1, 1, 1, 16, dim)
+    seconds = 16 * call.bytes_of_key / (card.bytes_a_second / card.multiprocessors)
+    assert 2 * limit.instructions <= 4 * card.clock * seconds  # four schedulers
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_enough_is_under_way(dim: int) -> None:
+    """So much that the memory's rate, and not its latency, binds."""
+    card = model.Card()
+    call = model.Call(1, 1, 1, 1, dim)
+    assert model.BLOCKS[dim] * 128 * DECODE_LIMITS[f"{dim}"].registers <= 65536
+    needed = card.bytes_a_second / card.multiprocessors * card.latency
+    assert model.under_way(call) >= 1.5 * needed
