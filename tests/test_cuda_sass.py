@@ -240,12 +240,12 @@ class DecodeLimit(NamedTuple):
     products: int  # HMMA
     copies: int  # of a lane
     instructions: int
-    registers: int
+    registers: int  # so that three blocks fit, or two
 
 
 DECODE_LIMITS = {
-    "64": DecodeLimit("DecodeMma<BFloat16, 64, false, false>", 16, 8, 304, 96),
-    "128": DecodeLimit("DecodeMma<BFloat16, 128, false, false>", 32, 16, 410, 136),
+    "64": DecodeLimit("DecodeMma<BFloat16, 64, false, false>", 16, 8, 304, 168),
+    "128": DecodeLimit("DecodeMma<BFloat16, 128, false, false>", 32, 16, 410, 168),
     "256": DecodeLimit("DecodeMma<BFloat16, 256, false, false>", 64, 32, 600, 255),
     "128, mask": DecodeLimit("DecodeMma<BFloat16, 128, true, false>", 32, 16, 460, 168),
     "256, mask, pages": DecodeLimit("DecodeMma<BFloat16, 256, true, true>", 64, 32, 720, 255),
@@ -272,7 +272,7 @@ class HopperLimit(NamedTuple):
     kernel: str
     products: int  # HGMMA
     instructions: int
-    registers: int
+    registers: int  # so that three blocks fit, or two
     copies: int  # of a thread of the producer, for a tile
     copying: int  # instructions of the producer, for a tile
 
