@@ -32,7 +32,7 @@ constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // The number of rows of a block, which has four warps.
 constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 
-// The most rows of a group of heads whose forward is that of few rows, in which each warp has all rows.
+// The kernel for decoding takes at most so many rows of a group of heads. Each of its warps has all of them.
 constexpr int64_t kDecodeRows = 16;
 
 // The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two
@@ -51,7 +51,7 @@ Error with_padded_dim(int64_t dim, F f) {
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
-// Of few rows.
+// For decoding: at most kDecodeRows rows of a group of heads.
 template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream);
 

@@ -110,8 +110,8 @@ bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 #endif
 }
 
-// Whether the forward is that of few rows. Within Problem::invariant it is not, because a row's bits must not depend on
-// how many rows there are.
+// Whether the kernel for decoding computes the forward. Within Problem::invariant it never does, because the bits of a
+// row must not depend on how many rows there are.
 static bool uses_decode(const Problem& p) {
   return uses_mma(p) && !p.invariant && !p.has_dropout && p.rows() <= kDecodeRows;
 }

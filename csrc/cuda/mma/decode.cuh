@@ -257,7 +257,7 @@ struct DecodeMma {
 
   // --- all warps ---
 
-  // Adds the sums of the other warps to those of warp 0. All are in the same order on every run.
+  // Adds the sums of the other warps to those of warp 0, in the order of the warps, so the bits are always the same.
   __device__ __forceinline__ void add_up(Output& output, float (&best)[2], float (&sum)[2]) {
     __syncthreads();  // the rings have been read
     if (thread.warp > 0) {
