@@ -464,6 +464,24 @@ def test_a_wrong_operation_is_found(name: str, monkeypatch: pytest.MonkeyPatch) 
     pytest.fail(f"6,000 functions did not see it, {name} was drawn {len(calls)} times in the last")
 
 
+def test_a_bound_says_nothing_where_terms_that_cancel_overflow() -> None:
+    """Scores of 1e30 have second derivatives of 1e60: their sum can be 0, inf or NaN in float32."""
+    exact = {n: torch.zeros(3) for n in ("output", "logsumexp", "grad query", "second query")}
+    for dtype, scores, told in [
+        (torch.float32, 1e30, False),
+        (torch.float32, 1e22, True),
+        (torch.float64, 1e30, True),
+    ]:
+        near = functions.bounds(exact, exact, dtype, scores, 0.0)
+        assert {n: bool(x.fine.all()) for n, x in near.items()} == {
+            **dict.fromkeys(exact, True),
+            "second query": told,
+        }
+        infinite = dict.fromkeys(exact, torch.full([3], float("inf")))
+        found = [what.split(":")[0] for what in functions.differences(infinite, near)]
+        assert found == [*exact][: 3 + told]
+
+
 def test_wrong_functions_of_the_pair_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_attn.flex_attention
 
