@@ -79,11 +79,6 @@ MUTATIONS = {
         "«read_scales(key + kStep);»",
         ";",
     ),
-    "8 bits: the query is read before it is reordered": (
-        "cuda/mma/decode.cuh",
-        "      reorder(shared.query);\n      «__syncthreads();»",
-        ";",
-    ),
     "8 bits: columns are not sorted": (
         "cuda/mma/decode.cuh",
         "«sort_columns(output[0]);»",
@@ -369,6 +364,10 @@ BARRIERS = {
     ("cuda/mma/decode.cuh", "      «__syncwarp();»  // all lanes have written"): "check_decode",
     (
         "cuda/mma/decode.cuh",
+        "      reorder(shared.query);\n      «__syncthreads();»",
+    ): "check_eight_bits",
+    (
+        "cuda/mma/decode.cuh",
         "      «__syncwarp();»  // all lanes have copied the keys",
     ): "check_decode",
     (
@@ -384,7 +383,10 @@ BARRIERS = {
 }
 
 # The file of a race that is in another than the barrier.
-SHOWN_IN = {"      «__syncwarp();»  // all lanes have written": "cuda/simt/merge.cuh"}
+SHOWN_IN = {
+    "      «__syncwarp();»  // all lanes have written": "cuda/simt/merge.cuh",
+    "      reorder(shared.query);\n      «__syncthreads();»": "cuda/mma/eight_bits.cuh",
+}
 
 
 @pytest.fixture(scope="module")
