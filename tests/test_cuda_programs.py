@@ -74,26 +74,6 @@ MUTATIONS = {
         "    wait_for_copies<2 * kStages>();\n    «__syncthreads();»",
         ";",
     ),
-    "8 bits: scales are those of the tile before": (
-        "cuda/mma/decode.cuh",
-        "«read_scales(key + kStep);»",
-        ";",
-    ),
-    "8 bits: columns are not sorted": (
-        "cuda/mma/decode.cuh",
-        "«sort_columns(output[0]);»",
-        ";",
-    ),
-    "8 bits: scales behind the last key are read": (
-        "cuda/shared/rows.cuh",
-        "if («row >= task.last_key») return 0;",
-        "false",
-    ),
-    "8 bits: a prompt has the scales of one tile only": (
-        "cuda/mma/eight_bits.cuh",
-        "numbers[«key / kKeys % 2»][i / kKeys]",
-        "0",
-    ),
     "decoding: sums are stored over keys that are read": (
         "cuda/mma/decode.cuh",
         "    «__syncthreads();»  // the rings have been read",
@@ -146,7 +126,7 @@ MUTATIONS = {
     ),
     "what lies behind the last values is read": (
         "cuda/mma/mma.cuh",
-        " + first, «i < left»);",
+        "               «i < left»);",
         "true",
     ),
     "without tensor cores, tiles that the mask hides are computed": (
@@ -364,10 +344,6 @@ BARRIERS = {
     ("cuda/mma/decode.cuh", "      «__syncwarp();»  // all lanes have written"): "check_decode",
     (
         "cuda/mma/decode.cuh",
-        "      reorder(shared.query);\n      «__syncthreads();»",
-    ): "check_eight_bits",
-    (
-        "cuda/mma/decode.cuh",
         "      «__syncwarp();»  // all lanes have copied the keys",
     ): "check_decode",
     (
@@ -383,10 +359,7 @@ BARRIERS = {
 }
 
 # The file of a race that is in another than the barrier.
-SHOWN_IN = {
-    "      «__syncwarp();»  // all lanes have written": "cuda/simt/merge.cuh",
-    "      reorder(shared.query);\n      «__syncthreads();»": "cuda/mma/eight_bits.cuh",
-}
+SHOWN_IN = {"      «__syncwarp();»  // all lanes have written": "cuda/simt/merge.cuh"}
 
 
 @pytest.fixture(scope="module")
@@ -454,7 +427,6 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     """An error put into a kernel gives a wrong result or a message, with one order of threads."""
     programs = {
         "decoding": "check_decode",
-        "8 bits": "check_eight_bits",
         "delta": "check_delta",
         "merge": "check_merge",
         "backward": "check_backward",
@@ -473,7 +445,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
+        *("check_forward", "check_forward_sm90", "check_decode"),
         *("check_merge", "check_backward", "check_derivatives"),
     ],
 )

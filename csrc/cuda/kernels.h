@@ -47,12 +47,12 @@ Error with_padded_dim(int64_t dim, F f) {
   return dim <= 128 ? f.template operator()<128>() : f.template operator()<256>();
 }
 
-// S: Half or BFloat16. kPaged: whether keys and values are stored in pages. kEight: whether both have 8 bits.
-template <class S, int kDim, bool kPaged, bool kEight = false>
+// S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
+template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
 // For decoding: at most kDecodeRows rows of a group of heads.
-template <class S, int kDim, bool kPaged, bool kEight = false>
+template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream);
 
 // On Hopper. The files of instances/ that instantiate it are traps for any other device.

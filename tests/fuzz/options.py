@@ -30,7 +30,7 @@ TILE = 64
 FAR = 2**61  # offsets stay below twice this
 
 
-def with_options(rng: random.Random, problem: Problem) -> Problem:
+def with_options(rng: random.Random, problem: Problem, has_8_bits: bool) -> Problem:
     if rng.random() < PLAIN:
         return problem
     chosen = set(rng.sample(OPTIONS, weighted(rng, HOW_MANY)))
@@ -57,7 +57,8 @@ def with_options(rng: random.Random, problem: Problem) -> Problem:
             problem = with_numbers_of_heads(rng, name, problem)
     if "logsumexp" in chosen:
         problem = with_rows(rng, problem)
-    problem = with_8_bits(rng, problem)
+    if has_8_bits:
+        problem = with_8_bits(rng, problem)
     return problem if problem.vmap is None else with_mapped(rng, problem)
 
 

@@ -6,16 +6,14 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/mma/eight_bits.cuh"
 #include "cuda/mma/online_softmax.cuh"
 #include "cuda/simt/merge.cuh"
 
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kGeneral: see is_general(), but without
-// dropout. kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits, as which a ring holds
-// them.
-template <class S, int kDim, bool kGeneral, bool kPaged, bool kEight = false>
+// dropout. kPaged: whether keys and values are stored in pages.
+template <class S, int kDim, bool kGeneral, bool kPaged>
 struct DecodeMma {
   static constexpr int kThreads = kMmaThreads, kWarps = kThreads / 32;
   static constexpr int kBlocks = kDim > 128 ? 2 : 3;     // a multiprocessor of Hopper holds so many
@@ -24,9 +22,7 @@ struct DecodeMma {
   static constexpr int kRingBytes = 16 << 10;            // of a warp
   static_assert(kRows == 16 && kStep == kKeysPerTile);
 
-  using Tile = std::conditional_t<kEight, EightBitTile<S, kKeys, kDim>, MmaTile<S, kKeys, kDim>>;
-  using Stored = std::conditional_t<kEight, uint8_t, S>;
-  static constexpr int kPerNumber = kEight ? 2 : 1;  // numbers of the key in the place of one of the tile
+  using Tile = MmaTile<S, kKeys, kDim>;
   struct Stage {
     Tile key, value;
   };
@@ -43,7 +39,6 @@ struct DecodeMma {
       Sums sums[kWarps - 1];
     };
     Task task;
-    std::conditional_t<kEight, Scales, Nothing> scales;
     int64_t counter;  // the number of the task's counter
     bool is_last;     // all splits of the task are there
     RowTile<kRows> rows;
@@ -71,8 +66,6 @@ struct DecodeMma {
       const int64_t places = tiles_of_rows(p, kRows);
       const auto [list, place] = divide(number, places);
       shared.counter = divide(list, p.splits).quotient * places + place;
-      if constexpr (kEight)
-        if (task.rows > 0) shared.scales.set(p, task);
     }
     __syncthreads();
     if (task.rows == 0) return;
@@ -104,23 +97,22 @@ struct DecodeMma {
   // --- copies ---
 
   // Starts to copy the keys or the values of the tile that begins with `key`, if the warp wants it.
-  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Stored* data, int64_t cols, int64_t key,
+  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const S* data, int64_t cols, int64_t key,
                                         int first_lane, bool wanted) {
     if (wanted) {
       const int rows = static_cast<int>(smaller(kKeys, task.last_key - key));
-      const auto* const first_row = reinterpret_cast<const S*>(kPaged ? data : data + key * x.row);
       if constexpr (kPaged) {
         const auto from = [&](unsigned first, int i) {
-          return first_row + __shfl_sync(~0u, in_pages, first_lane + first + i) / kPerNumber;
+          return data + __shfl_sync(~0u, in_pages, first_lane + first + i);
         };
-        copy_tile<32>(tile, rows, cols / kPerNumber, from, thread.lane);
+        copy_tile<32>(tile, rows, cols, from, thread.lane);
       } else {
-        load_tile<32>(tile, first_row, rows, cols / kPerNumber, x.row / kPerNumber, thread.lane);
+        load_tile<32>(tile, data + key * x.row, rows, cols, x.row, thread.lane);
       }
     }
     commit_copies();
   }
-  __device__ __forceinline__ void start_keys(Stage& stage, const Stored* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_keys(Stage& stage, const S* data, int64_t key, bool wanted) {
     if constexpr (kPaged) {
       const bool of_key = thread.lane < kKeys;
       if (const int64_t row = key + thread.lane % kKeys; row < task.last_key)
@@ -129,7 +121,7 @@ struct DecodeMma {
     }
     start(stage.key, p.key, data, p.head_dim, key, 0, wanted);
   }
-  __device__ __forceinline__ void start_values(Stage& stage, const Stored* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_values(Stage& stage, const S* data, int64_t key, bool wanted) {
     start(stage.value, p.value, data, p.value_dim, key, kKeys, wanted);
   }
 
@@ -140,8 +132,8 @@ struct DecodeMma {
   template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output, float (&best)[2], float (&sum)[2]) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
-    const Stored* const keys = head_of<Stored>(p, p.key, task.n, task.key_head);
-    const Stored* const values = head_of<Stored>(p, p.value, task.n, task.value_head);
+    const S* const keys = head_of<S>(p, p.key, task.n, task.key_head);
+    const S* const values = head_of<S>(p, p.value, task.n, task.value_head);
     Stage(&ring)[kStages] = shared.ring[thread.warp];
     int64_t key = task.first_key + kKeys * thread.warp;
     uint32_t wanted = 0;  // bit i: ring[i] gets a tile that shows some key
@@ -158,17 +150,8 @@ struct DecodeMma {
     // Each wait lets all copies but the oldest stay under way. The query's are older than all.
     wait_for_copies<2 * kStages>();
     __syncthreads();
-    if constexpr (kEight) {
-      reorder(shared.query);
-      __syncthreads();
-    }
     typename Fragments::Mask mask;
     if constexpr (kHasMask) read_mask<M>(mask, key);
-    float scales = 0;  // of lane i: that of key i of the tile, or of value i - kKeys
-    const auto read_scales = [&](int64_t key) {
-      if constexpr (kEight) scales = shared.scales.of(p, task, thread.lane < kKeys, key + thread.lane % kKeys);
-    };
-    read_scales(key);
     int at = 0;
 #pragma unroll 1
     for (; key < task.last_key; key += kStep, at = at + 1 == kStages ? 0 : at + 1) {
@@ -178,17 +161,14 @@ struct DecodeMma {
       wait_for_copies<2 * kStages - 1>();
       __syncwarp();  // all lanes have copied the keys
       Scores x = {};
-      if (some_shown) add_products(x, stage.key);
+      if (some_shown) add_dots<1>(x, shared.query, 0, stage.key);
       __syncwarp();  // all lanes have read the keys
       const bool some_ahead = want(at, ahead);
       start_keys(stage, keys, ahead, some_ahead);
       if (some_shown) {
-        if constexpr (kEight) scale(x, scales, 0);
         make_scores<M>(x, mask, key);
         weigh(x, output, best, sum);
-        if constexpr (kEight) scale(x, scales, kKeys);
       }
-      read_scales(key + kStep);
       if constexpr (kHasMask) read_mask<M>(mask, key + kStep);
       wait_for_copies<2 * kStages - 1>();
       __syncwarp();  // all lanes have copied the values
@@ -197,24 +177,6 @@ struct DecodeMma {
       start_values(stage, values, ahead, some_ahead);
     }
     wait_for_copies<0>();
-    if constexpr (kEight) sort_columns(output[0]);
-  }
-
-  __device__ __forceinline__ void add_products(Scores& x, Tile& key) {
-    if constexpr (kEight)
-      with_eight_bits(p.key, [&]<bool kE4m3>() { add_dots_8<kE4m3>(x[0], shared.query, key); });
-    else
-      add_dots<1>(x, shared.query, 0, key);
-  }
-  // Multiplies products or weights by the scales of their keys or values, which lanes from first_lane on hold.
-  __device__ __forceinline__ void scale(Scores& x, float scales, int first_lane) {
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float of_key = __shfl_sync(~0u, scales, first_lane + thread.col(n) + c);
-        x[0][n][c] *= of_key, x[0][n][2 + c] *= of_key;
-      }
   }
 
   // Reads the mask of the scores of the tile that begins with `key`, as add_mask() takes it: two keys at a time, whose
@@ -274,30 +236,23 @@ struct DecodeMma {
     softmax.raise(best, x);
     softmax.find_shift(x, old, best, shift, factor);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
-    if (__all_sync(~0u, factor[0] == 1 && factor[1] == 1)) return;  // the largest scores are still the same
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
 #pragma unroll
       for (auto& four : output[0])
 #pragma unroll
         for (int c = 0; c < 2; ++c) four[2 * r + c] *= factor[r];
+    }
   }
 
   __device__ __forceinline__ void add_values(Output& output, const Scores& x, Tile& value) {
     const auto weight = [&](int, int n, int half, int c) { return x[0][n][2 * half + c]; };
-    if constexpr (kEight) {
-      with_eight_bits(p.value, [&]<bool kE4m3>() {
-        add_weighted_8<kE4m3, S, kDim>(output[0], value, [&](int n, int half, int c) { return weight(0, n, half, c); });
-      });
-    } else {
-      add_weighted<1, Factor::as_it_is>(output, value, weight);
-      if constexpr (kGeneral)  // see ForwardMma
-        if (p.alibi_slopes && p.exact_residual)
-          add_weighted<1, Factor::finite>(output, value, [&](int t, int n, int half, int c) {
-            return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
-          });
-    }
+    add_weighted<1, Factor::as_it_is>(output, value, weight);
+    if constexpr (kGeneral)  // see ForwardMma
+      if (p.alibi_slopes && p.exact_residual)
+        add_weighted<1, Factor::finite>(output, value, [&](int t, int n, int half, int c) {
+          return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
+        });
   }
 
   // --- all warps ---
@@ -371,11 +326,11 @@ struct DecodeMma {
   }
 };
 
-template <class S, int kDim, bool kPaged, bool kEight>
+template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream) {
   if (Error error = clear_counters(p.counters, p.counter_count, stream)) return error;
-  return is_general(p) ? launch_blocks<DecodeMma<S, kDim, true, kPaged, kEight>>(p, stream)
-                       : launch_blocks<DecodeMma<S, kDim, false, kPaged, kEight>>(p, stream);
+  return is_general(p) ? launch_blocks<DecodeMma<S, kDim, true, kPaged>>(p, stream)
+                       : launch_blocks<DecodeMma<S, kDim, false, kPaged>>(p, stream);
 }
 
 }  // namespace attn::cuda

@@ -7,16 +7,14 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
-#include "cuda/mma/eight_bits.cuh"
 #include "cuda/mma/mask_tile.cuh"
 #include "cuda/mma/online_softmax.cuh"
 
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: tiles of 16 rows per warp.
-// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits; a
-// tile of them is widened as it is loaded.
-template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false, bool kEight = false>
+// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
+template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
 struct ForwardMma {
   // Returns the number of blocks whose registers must fit into a multiprocessor at a time, or 0 if the compiler chooses
   // how many registers a thread has. On an H100 three blocks per multiprocessor are faster than two. For few rows with
@@ -33,7 +31,6 @@ struct ForwardMma {
   static_assert(kKeysPerTile % kKeys == 0);
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
-  using Stored = std::conditional_t<kEight, uint8_t, S>;
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -42,8 +39,8 @@ struct ForwardMma {
     Task task;
     int64_t mask_base;  // where the batch entry begins in the mask
     Dropout dropout;
-    const Stored* key_data;  // of the batch entry and head
-    const Stored* value_data;
+    const S* key_data;  // of the batch entry and head
+    const S* value_data;
     RowTile<kRows> rows;
     // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. `sum` holds one
     // number for each thread and row: the sum of the weights in the thread's own columns.
@@ -52,7 +49,6 @@ struct ForwardMma {
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
     alignas(16) const unsigned char* in_mask[kGeneral ? kRows : 1];  // where the row begins
     std::conditional_t<kGeneral, MaskTile<S, kRows, kKeys, !kFewRegisters>, Nothing> mask;
-    std::conditional_t<kEight, ScaleTiles<kKeys>, Nothing> scales;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -76,10 +72,9 @@ struct ForwardMma {
     if (task.rows == 0) return;
     const int64_t n = task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
-    shared.key_data = head_of<Stored>(p, p.key, n, task.key_head);
-    shared.value_data = head_of<Stored>(p, p.value, n, task.value_head);
+    shared.key_data = head_of<S>(p, p.key, n, task.key_head);
+    shared.value_data = head_of<S>(p, p.value, n, task.value_head);
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
-    if constexpr (kEight) shared.scales.set(p, task);
   }
 
   // Both functions count rows from the start of the block's tile. The first function returns the first row of a warp's
@@ -93,20 +88,14 @@ struct ForwardMma {
   // Where registers are fewest, the address of each row is computed by a multiplication, because an addition would keep
   // the previous row's address in registers. `place`: see PagedRows.
   template <class Tile>
-  __device__ __forceinline__ void load_rows(Tile& tile, const Operand& x, const Stored* data, int64_t key, int keys,
+  __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
                                             int64_t cols, int place) {
-    const auto load = [&](auto copy) {
-      if constexpr (kPaged)
-        in_pages.load(tile, data, keys, cols, place, copy);
-      else if constexpr (kGeneral && kFewRegisters)
-        load_tile(tile, data + key * x.row, keys, cols, [&](int j) { return j * x.row; });
-      else
-        load_tile(tile, data + key * x.row, keys, cols, x.row, thread_index(), copy);
-    };
-    if constexpr (kEight)
-      with_eight_bits(x, [&]<bool kE4m3>() { load(Widen<S, kE4m3>{}); });
+    if constexpr (kPaged)
+      in_pages.load(tile, data, keys, cols, place);
+    else if constexpr (kGeneral && kFewRegisters)
+      load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
     else
-      load(CopyAsync{});
+      load_tile(tile, data + key * stride, keys, cols, stride);
   }
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     if constexpr (kPaged) in_pages.find(p, task.n, key, task.last_key);
@@ -159,7 +148,7 @@ struct ForwardMma {
     while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are copied, and the previous values have been read
-      load_rows(shared.value, p.value, shared.value_data, key, keys, p.value_dim, InPages::kOfValues);
+      load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim, InPages::kOfValues);
       commit_copies();
       if constexpr (!kHasMask) find_in_pages(key + kKeys);  // is copied during the products
       Scores x = {};
@@ -173,7 +162,6 @@ struct ForwardMma {
       if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // is copied during the softmax
       if (has_rows()) {
         weigh(x, output);
-        if constexpr (kEight) scale(x, shared.scales.of_values(key));
         if constexpr (kGeneral)
           if (p.has_dropout) drop(x, key);
       }
@@ -200,8 +188,7 @@ struct ForwardMma {
 
   __device__ __forceinline__ void start_key(int64_t key, int keys) {
     if (keys <= 0) return;
-    load_rows(shared.key, p.key, shared.key_data, key, keys, p.head_dim, InPages::kOfKeys);
-    if constexpr (kEight) shared.scales.load(p, task, key);
+    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim, InPages::kOfKeys);
     commit_copies();
   }
 
@@ -233,7 +220,6 @@ struct ForwardMma {
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
-    if constexpr (kEight) scale(x, shared.scales.of_keys(key));
     float slope = ScoreFunction<float>::of(p).slope();
     if (kGeneral && (!kHasMask || has_terms(p))) {
       slope = 1;
@@ -260,13 +246,6 @@ struct ForwardMma {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
-  }
-
-  // Multiplies products or weights by the scales of the tile's keys or values.
-  __device__ __forceinline__ void scale(Scores& x, const float* scales) {
-#pragma unroll
-    for (auto& of_tile : x)
-      Fragments::each(of_tile, 0, [&](float& number, int, int j, int, int) { number *= scales[j]; });
   }
 
   // Turns scores into weights. Rescales the sums and the output of earlier tiles to the new maximum.
@@ -323,29 +302,24 @@ struct ForwardMma {
   }
 };
 
-// Calls with kGeneral and pages, and with 8 bits, are rare here. Only blocks of few rows are instantiated for these
-// calls, which saves compile time. The splits are already planned, so these smaller blocks change no bits.
-template <class S, int kDim, bool kPaged, bool kEight>
+// Calls with kGeneral and pages are rare. Only blocks of few rows are instantiated for these calls, which saves compile
+// time. The splits are already planned, so these smaller blocks change no bits.
+template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream) {
-  const auto with_few_rows = [&] {
-    ForwardParams of_few_rows = p;
-    of_few_rows.rows_per_task = forward_mma_rows(1);
-    return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged, kEight>>(of_few_rows, stream);
+  if constexpr (kPaged)
+    if (is_general(p)) {
+      ForwardParams of_few_rows = p;
+      of_few_rows.rows_per_task = forward_mma_rows(1);
+      return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged>>(of_few_rows, stream);
+    }
+  const auto run = [&]<int kTiles>() {
+    if constexpr (!kPaged)
+      if (is_general(p)) return launch_blocks<ForwardMma<S, kDim, kTiles, true>>(p, stream);
+    return launch_blocks<ForwardMma<S, kDim, kTiles, false, kPaged>>(p, stream);
   };
-  if constexpr (kEight) {
-    return with_few_rows();
-  } else {
-    if constexpr (kPaged)
-      if (is_general(p)) return with_few_rows();
-    const auto run = [&]<int kTiles>() {
-      if constexpr (!kPaged)
-        if (is_general(p)) return launch_blocks<ForwardMma<S, kDim, kTiles, true>>(p, stream);
-      return launch_blocks<ForwardMma<S, kDim, kTiles, false, kPaged>>(p, stream);
-    };
-    constexpr int kMostTiles = forward_mma_tiles(kDim);
-    return p.rows_per_task == forward_mma_rows(kMostTiles) ? run.template operator()<kMostTiles>()
-                                                           : run.template operator()<1>();
-  }
+  constexpr int kMostTiles = forward_mma_tiles(kDim);
+  return p.rows_per_task == forward_mma_rows(kMostTiles) ? run.template operator()<kMostTiles>()
+                                                         : run.template operator()<1>();
 }
 
 }  // namespace attn::cuda
