@@ -259,9 +259,10 @@ def test_instructions_of_a_tile_of_decoding(name: str) -> None:
     kernel, said = compile_kernel(limit.kernel)
     assert "0 bytes stack frame, 0 bytes spill stores" in said, said
     assert int(re.search(r"Used (\d+) registers", said)[1]) <= limit.registers  # type: ignore[index]
-    path = main_loop(kernel, ("HMMA", "LDGSTS"), "HMMA")
+    path = main_loop(kernel, ("HMMA", "LDGSTS", "MUFU"), "HMMA")  # with the softmax
     assert count(path, "HMMA") == limit.products
     assert count(path, "LDGSTS") == limit.copies
+    assert count(path, r"MUFU\.EX2") >= 10  # of 8 weights and 2 factors
     assert count(path, "BAR") == 0  # no warp waits for another
     assert len(path) <= limit.instructions
 

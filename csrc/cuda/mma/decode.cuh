@@ -236,13 +236,14 @@ struct DecodeMma {
     softmax.raise(best, x);
     softmax.find_shift(x, old, best, shift, factor);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
+    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
+    if (__all_sync(~0u, factor[0] == 1 && factor[1] == 1)) return;  // the largest scores are still the same
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (auto& four : output[0])
 #pragma unroll
         for (int c = 0; c < 2; ++c) four[2 * r + c] *= factor[r];
-    }
   }
 
   __device__ __forceinline__ void add_values(Output& output, const Scores& x, Tile& value) {
