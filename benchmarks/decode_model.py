@@ -3,7 +3,8 @@
 `python benchmarks/decode_model.py` prints the table. The forward of few rows
 (csrc/cuda/mma/decode.cuh) reads keys and values once, and that binds: a call takes as long as the
 multiprocessor that reads most keys, at its share of the memory's rate, and what its start, its
-first reads, the sum over warps and the merge of splits take beside. These last are assumed.
+first reads, the sum over warps and the merge of splits take beside. These last are assumed. Keys of
+8 bits with head_dim 64 are bound by the instructions that widen them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Card(NamedTuple):
     start: float = 2e-6  # of a block: its task, its query, its sums; assumed
     clear: float = 1.5e-6  # counters, before the kernel; assumed
     round: float = 0.3e-6  # of loads, in the merge of splits; assumed
+    issued: float = 0.9  # of the instructions that schedulers could issue; assumed
 
 
 class Call(NamedTuple):
@@ -31,12 +33,12 @@ class Call(NamedTuple):
     key_heads: int
     keys: int
     dim: int
+    bits: int = 16  # of a number of a key
 
     @property
     def name(self) -> str:
-        return (
-            f"decode {self.heads}:{self.key_heads} {self.batch} x {self.keys // 1024}k D{self.dim}"
-        )
+        sizes = f"{self.batch} x {self.keys // 1024}k D{self.dim}"
+        return f"decode {self.heads}:{self.key_heads} {sizes}" + (", 8 bits" * (self.bits == 8))
 
     @property
     def tasks(self) -> int:
@@ -44,13 +46,24 @@ class Call(NamedTuple):
 
     def splits(self, card: Card = Card()) -> int:  # noqa: B008, never changed
         rows = self.heads // self.key_heads
-        return splits_of(self.tasks, rows, self.keys, card.multiprocessors)
+        return splits_of(self.tasks, rows, self.keys, card.multiprocessors, self.bits)
 
     @property
     def bytes_of_key(self) -> int:
-        return 4 * self.dim  # with its value, of 16 bits
+        """With its value, and with the scales of both."""
+        return 2 * self.dim * self.bits // 8 + (8 if self.bits == 8 else 0)
 
 
+# What a warp issues for 16 keys, by the bits of a number and head_dim: limits of
+# tests/test_cuda_sass.py, of int8 for 8 bits.
+INSTRUCTIONS = {
+    (16, 64): 308,
+    (16, 128): 372,
+    (16, 256): 500,
+    (8, 64): 548,
+    (8, 128): 736,
+    (8, 256): 1140,
+}
 TILE = 64  # keys, of a block
 RING = 64 << 10  # bytes of a block's four warps
 BLOCKS = {64: 3, 128: 3, 256: 2}  # that a multiprocessor has room for, by head_dim
@@ -61,13 +74,14 @@ def of_split(keys: int, splits: int) -> int:
     return math.ceil(keys / splits / TILE) * TILE if splits > 1 else keys
 
 
-def splits_of(tasks: int, rows: int, keys: int, multiprocessors: int) -> int:
+def splits_of(tasks: int, rows: int, keys: int, multiprocessors: int, bits: int = 16) -> int:
     """As decode_splits() in csrc/cuda/launch.cu; tests/test_cuda_stand_in.py compares them."""
+    times = 16 // bits
 
     def time(splits: int) -> int:
         blocks = math.ceil(tasks * splits / multiprocessors)
         merge = 64 + 20 * math.ceil(rows / 4) * (3 + math.ceil(splits / 8))
-        return blocks * (of_split(keys, splits) + 128) + (splits > 1) * merge
+        return blocks * (of_split(keys, splits) + 128 * times) + (splits > 1) * merge * times
 
     if keys < 8 * TILE:
         return 1
@@ -77,16 +91,26 @@ def splits_of(tasks: int, rows: int, keys: int, multiprocessors: int) -> int:
 
 def under_way(call: Call) -> int:
     """Bytes that a multiprocessor reads at the same time: of each ring all but the oldest tile."""
-    return BLOCKS[call.dim] * (RING - 4 * 2 * 16 * call.dim)
+    of_tile = 16 * call.dim * call.bits // 8  # keys, or their values
+    stages = RING // 4 // (2 * 16 * max(128, call.dim * call.bits // 8))
+    return BLOCKS[call.dim] * 4 * (2 * stages - 1) * of_tile
+
+
+def rate(call: Call, card: Card) -> float:
+    """The bytes of keys and values that a multiprocessor can take in a second."""
+    instructions = INSTRUCTIONS[call.bits, call.dim]
+    return min(
+        card.bytes_a_second / card.multiprocessors,
+        under_way(call) / card.latency,
+        card.issued * 4 * card.clock / instructions * 16 * call.bytes_of_key,  # four schedulers
+    )
 
 
 def seconds(call: Call, card: Card = Card()) -> float:  # noqa: B008, never changed
     splits, rows = call.splits(card), call.heads // call.key_heads
     blocks = math.ceil(call.tasks * splits / card.multiprocessors)
-    of_memory = card.bytes_a_second / card.multiprocessors
-    rate = min(of_memory, under_way(call) / card.latency)
     merge = card.clear + card.round * math.ceil(rows / 4) * (3 + math.ceil(splits / 8))
-    reading = blocks * of_split(call.keys, splits) * call.bytes_of_key / rate
+    reading = blocks * of_split(call.keys, splits) * call.bytes_of_key / rate(call, card)
     return card.launch + card.start + (splits > 1) * merge + card.latency + reading
 
 
@@ -101,11 +125,12 @@ CUDNN = {
 
 
 def main() -> None:
-    print("| call | splits | predicted, us | cuDNN, us | ratio |\n| --- | --- | --- | --- | --- |")
+    print("| call | splits | predicted, us | cuDNN, us | ratio | 8 bits, us | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for call, theirs in CUDNN.items():
-        ours, splits = seconds(call), call.splits()
-        row = f"{splits} | {ours * 1e6:.1f} | {theirs * 1e6:.1f} | {theirs / ours:.2f}"
-        print(f"| {call.name} | {row} |")
+        ours, eight = seconds(call), seconds(call._replace(bits=8))
+        row = f"{call.splits()} | {ours * 1e6:.1f} | {theirs * 1e6:.1f} | {theirs / ours:.2f}"
+        print(f"| {call.name} | {row} | {eight * 1e6:.1f} | {ours / eight:.2f} |")
 
 
 if __name__ == "__main__":

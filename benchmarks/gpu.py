@@ -5,7 +5,7 @@ own time between two events around a call, which finds nothing of its inputs in 
 is a backend's time divided by ours (above 1: ours is faster). The peak is a matrix product's rate,
 or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
 backward under torch.use_deterministic_algorithms, as ours always is. "dense" is attn's own time for
-the same rows and keys without packing, pages, a window or sinks.
+the same rows and keys without packing, pages, a window, sinks or keys of 8 bits.
 """
 
 from __future__ import annotations
@@ -50,11 +50,21 @@ def over_length(
     ]
 
 
-def others(dtypes: tuple[str, ...]) -> list[Case]:
-    """Decoding, and what FLASH refuses."""
+# Heads of the query and of the key, batch, keys and head_dim.
+DECODING = (
+    (32, 8, 64, 4096, 128),
+    (32, 8, 1, 16384, 128),
+    (32, 8, 1, 65536, 128),
+    (32, 32, 16, 4096, 128),
+    (32, 4, 64, 4096, 64),
+)
+EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}  # forms of a call
+
+
+def decoding(dtypes: tuple[str, ...], form: str = "") -> list[Case]:
     return [
         Case(
-            f"decode {heads}:{kv_heads} {batch} x {keys // 1024}k D{dim}",
+            f"decode {heads}:{kv_heads} {batch} x {keys // 1024}k D{dim}" + f" {form}" * bool(form),
             batch,
             heads,
             1,
@@ -63,15 +73,16 @@ def others(dtypes: tuple[str, ...]) -> list[Case]:
             kv_heads=kv_heads,
             passes=("forward",),
             dtypes=dtypes,
+            form=form,
         )
-        for heads, kv_heads, batch, keys, dim in (
-            (32, 8, 64, 4096, 128),
-            (32, 8, 1, 16384, 128),
-            (32, 8, 1, 65536, 128),
-            (32, 32, 16, 4096, 128),
-            (32, 4, 64, 4096, 64),
-        )
-    ] + [
+        for heads, kv_heads, batch, keys, dim in DECODING
+    ]
+
+
+def others(dtypes: tuple[str, ...]) -> list[Case]:
+    """Decoding, and what FLASH refuses."""
+    return [
+        *decoding(dtypes),
         Case("bool mask 8x32x2048 D64", 8, 32, 2048, mask="bool", dtypes=dtypes),
         Case("bool mask 8x16x2048 D128", 8, 16, 2048, 128, mask="bool", dtypes=dtypes),
         Case(
@@ -109,6 +120,7 @@ CASES = [
     *over_length(LENGTHS, DIMS, ("bf16",)),
     *others(HALF),
     *forms(("bf16",)),
+    *(case for form in EIGHT_BITS for case in decoding(("bf16",), form)),
     *over_length((1024, 4096), DIMS, ("f32",)),
     Case("4x32x1024 D64", 4, 32, 1024, passes=("double backward",), dtypes=("f32",)),
     *over_length(LENGTHS, DIMS, ("f16",)),
@@ -117,6 +129,7 @@ QUICK = [
     *over_length((2048, 8192), DIMS, ("bf16",)),
     *forms(("bf16",)),
     *others(("bf16",)),
+    *(case for form in EIGHT_BITS for case in decoding(("bf16",), form)),
 ]
 
 OURS = "attn"
@@ -189,10 +202,19 @@ def builtin_on(backend: SDPBackend) -> Callable[..., torch.Tensor]:
     return operator
 
 
+FORMS = ("packed", "window", "sinks", "pages", *EIGHT_BITS)
+
+
 def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable[[], Any]:
     """A call of ours in case.form."""
+    if case.form not in FORMS:
+        raise ValueError(f"{case.name} has the form {case.form!r}; it must be one of {FORMS}")
     torch.manual_seed(0)
     tensors, options = case.inputs(dtype, device)
+    if case.form in EIGHT_BITS:
+        stored = [torch_attn.quantize_kv(x, EIGHT_BITS[case.form]) for x in tensors[1:]]
+        (key, options["key_scale"]), (value, options["value_scale"]) = stored
+        return run_of(torch_attn.sdpa, (tensors[0], key, value), options, which)
     batch, length = case.batch, case.queries
     starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
     if case.form == "window":
@@ -221,9 +243,6 @@ def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable
         )  # fmt: skip
 
     return run_of(paged, rows, {}, which)
-
-
-FORMS = ("packed", "window", "sinks", "pages")
 
 
 def deterministic(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -281,6 +300,8 @@ OF_CUDNN = {64: (0.80, 0.90), 128: (0.85, 0.95), 256: (0.0, 0.80)}
 
 def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
+    if case.form in EIGHT_BITS and on_hopper():  # half of the bytes; a short call waits, too
+        return {DENSE: 1.3 if (case.batch, case.keys) == (1, 16384) or case.head_dim == 64 else 1.5}
     if case.form:
         return {DENSE: 0.95} if case.form == "packed" else {}
     if case.mask or which == "double backward":
@@ -345,7 +366,7 @@ def measure(
     row["ratio"] = {who: t / ms[OURS] for who, t in ms.items() if who != OURS}
     row["floors"] = floors(case, which, ms)
     if case.queries == 1:  # bound by reading key and value
-        row["gbytes"] = case.bytes_of_keys(DTYPES[name]) / ms[OURS] / 1e6
+        row["gbytes"] = case.bytes_of_keys(EIGHT_BITS.get(case.form, DTYPES[name])) / ms[OURS] / 1e6
         row["of_peak"] = row["gbytes"] / peaks["read_gbytes"]
     elif "tflops" in row:
         row["of_peak"] = row["tflops"][OURS] / peaks["peak_tflops"][name]

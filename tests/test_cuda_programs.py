@@ -74,6 +74,36 @@ MUTATIONS = {
         "    wait_for_copies<2 * kStages>();\n    «__syncthreads();»",
         ";",
     ),
+    "8 bits: scales are those of the tile before": (
+        "cuda/mma/decode.cuh",
+        "«read_scales(key + kStep);»",
+        ";",
+    ),
+    "8 bits: the query is read before it is reordered": (
+        "cuda/mma/decode.cuh",
+        "      reorder(shared.query);\n      «__syncthreads();»",
+        ";",
+    ),
+    "8 bits: columns are not sorted": (
+        "cuda/mma/decode.cuh",
+        "«sort_columns(output[0]);»",
+        ";",
+    ),
+    "8 bits: scales behind the last key are read": (
+        "cuda/shared/rows.cuh",
+        "if («row >= task.last_key») return 0;",
+        "false",
+    ),
+    "8 bits: beside float16, weights lose digits": (
+        "cuda/mma/eight_bits.cuh",
+        "return «low == low ? low : 0»;",
+        "0",
+    ),
+    "8 bits: a prompt has the scales of one tile only": (
+        "cuda/mma/eight_bits.cuh",
+        "numbers[«key / kKeys % 2»][i / kKeys]",
+        "0",
+    ),
     "decoding: sums are stored over keys that are read": (
         "cuda/mma/decode.cuh",
         "    «__syncthreads();»  // the rings have been read",
@@ -126,7 +156,7 @@ MUTATIONS = {
     ),
     "what lies behind the last values is read": (
         "cuda/mma/mma.cuh",
-        "               «i < left»);",
+        " + first, «i < left»);",
         "true",
     ),
     "without tensor cores, tiles that the mask hides are computed": (
@@ -427,6 +457,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     """An error put into a kernel gives a wrong result or a message, with one order of threads."""
     programs = {
         "decoding": "check_decode",
+        "8 bits": "check_eight_bits",
         "delta": "check_delta",
         "merge": "check_merge",
         "backward": "check_backward",
@@ -445,7 +476,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        *("check_forward", "check_forward_sm90", "check_decode"),
+        *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
         *("check_merge", "check_backward", "check_derivatives"),
     ],
 )

@@ -34,14 +34,17 @@ TESTS = [
     f"tests/test_{name}.py"
     for name in (
         *("forward", "backward", "nan", "dropout"),
-        *("derivatives", "hidden_tiles", "validate", "options", "options_promises"),
+        *("derivatives", "hidden_tiles", "validate", "options", "options_promises", "quantized"),
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]
 # At 9.0 Hopper's kernels compute the forward, with ATTN_INVARIANT that of few rows and pages, too.
 ON_HOPPER = [
     f"tests/test_{name}.py"
-    for name in ("forward", "nan", "options", "options_promises", "paged", "varlen", "invariance")
+    for name in (
+        *("forward", "nan", "options", "options_promises", "paged", "varlen", "invariance"),
+        "quantized",
+    )
 ]
 LEFT_OUT = [
     "test_validate and (operator or gradient or (leading and with_weights))",
@@ -134,33 +137,44 @@ CALLS = {
     "pages": "L=100, paged=True",
     "one row, pages": "L=1, S=100, paged=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
+    "8 bits": "L=100, eight=torch.int8",
+    "8 bits, one row": "L=1, S=64, eight=torch.float8_e4m3fn",
+    "8 bits, one row, invariant": "L=1, S=64, eight=torch.int8, invariant=True",
+    "8 bits, float32": "L=1, S=64, dtype=torch.float32, eight=torch.int8",
+    "8 bits, rows that are not aligned": "L=1, S=64, D=72, eight=torch.int8",
+    "8 bits, pages": "L=1, S=100, paged=True, eight=torch.int8",
 }
 SIMT, MMA, DECODE = "ForwardSimt", "ForwardMma", "DecodeMma"
 ON_80 = {
     "float32": SIMT, "float64": SIMT, "head_dim beyond 256": SIMT, "float32 mask": SIMT,
     "invariant, float32": SIMT, "one row, float32": SIMT, "one row": DECODE, "16 rows": DECODE,
     "one row, mask": DECODE, "one row, cap": DECODE, "one row, many keys": DECODE,
-    "one row, pages": DECODE,
+    "one row, pages": DECODE, "8 bits, one row": DECODE, "8 bits, pages": DECODE,
+    "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
     *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",
-    "dropout", "negative scale", "invariant, mask",
+    "dropout", "negative scale", "invariant, mask", "8 bits", "8 bits, one row, invariant",
 }  # fmt: skip
 PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn
 
 def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invariant=False,
-         paged=False, **options):
+         paged=False, eight=None, **options):
     S, V = S or L, V or D
     query = torch.randn(1, heads, L, D, dtype=dtype)
     key, value = (torch.randn(1, key_heads, S, n, dtype=dtype) for n in (D, V))
+    pool = torch.randn(2, 8, 16, key_heads, D, dtype=dtype)
+    if eight:
+        stored = [torch_attn.quantize_kv(x, eight) for x in (pool if paged else (key, value))]
+        pool = key, value = [numbers for numbers, _ in stored]
+        options |= {"key_scale": stored[0][1], "value_scale": stored[1][1]}
     with torch_attn.invariant() if invariant else contextlib.nullcontext():
         if not paged:
             return torch_attn.sdpa(query, key, value, **options)
-        pool = torch.randn(2, 8, 16, key_heads, D, dtype=dtype)
         table, length = torch.arange(8, dtype=torch.int32)[None], torch.tensor([S])
         return torch_attn.varlen_attn(query[0].movedim(0, 1), *pool, torch.tensor([0, L]), None,
-                                      L, S, seqused_k=length, block_table=table)
+                                      L, S, seqused_k=length, block_table=table, **options)
 
 for text in sys.argv[1:]:
     print("call", text, flush=True)
@@ -182,19 +196,22 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
         assert ("merge_splits" in launches) == (name == "many keys"), f"{name}: {launches}"
 
 
-# (query heads, key heads, keys)
-DECODED = [(2, 2, 200), (2, 2, 3000), (8, 1, 9000), (6, 2, 700), (40, 20, 600), (40, 40, 3000)]
+# (query heads, key heads, keys, bits of a key)
+DECODED = [
+    *[(2, 2, 200, 16), (2, 2, 3000, 16), (8, 1, 9000, 16), (6, 2, 700, 16), (40, 20, 600, 16)],
+    *[(40, 40, 3000, 16), (8, 1, 9000, 8), (2, 2, 3000, 8), (40, 20, 1500, 8)],
+]
 
 
 def test_splits_of_decoding(library: Path) -> None:
     """As many blocks as benchmarks/decode_model.py counts: the busiest of 8 has fewest keys."""
-    text = "L=1, heads={}, key_heads={}, S={}, enable_gqa=True"
+    text = "L=1, heads={}, key_heads={}, S={}, enable_gqa=True, eight={} == 8 and torch.int8"
     options = {**environment(library, 1), "ATTN_STAND_IN_LAUNCHES": "1"}
     printed = run_python("-c", PRINT_KERNELS, *(text.format(*x) for x in DECODED), **options)
     found = [int(n) for n in re.findall(r"launch of (\d+) blocks: .*DecodeMma", printed)]
     assert found == [
-        key_heads * decode_model.splits_of(key_heads, heads // key_heads, keys, 8)
-        for heads, key_heads, keys in DECODED
+        key_heads * decode_model.splits_of(key_heads, heads // key_heads, keys, 8, bits)
+        for heads, key_heads, keys, bits in DECODED
     ]
 
 

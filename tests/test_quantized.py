@@ -69,13 +69,13 @@ def largest_error(sdpa: Callable[..., Tensor], x: Tensors, **options: Any) -> fl
     return largest(sdpa(**x, **options).double() - exact)
 
 
-# L, S, heads of the query and of the key, and E.
+# L, S, heads of the query and of the key, E and Ev. A GPU's tensor cores take multiples of 16.
 SHAPES = [
-    (1, 300, 8, 2, 64),
-    (5, 131, 4, 4, 17),
-    (8, 64, 4, 1, 128),
-    (70, 200, 4, 2, 40),
-    (3, 9, 2, 2, 6),
+    (1, 300, 8, 2, 64, 64),
+    (5, 131, 4, 4, 17, 20),
+    (8, 64, 4, 1, 128, 131),
+    (70, 200, 4, 2, 48, 80),
+    (3, 9, 2, 2, 6, 9),
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -90,30 +90,62 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eight", EIGHT)
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_output(eight: torch.dtype, dtype: torch.dtype, option: str) -> None:
-    for L, S, H, HK, E in SHAPES:
-        key, value = drawn(2, HK, S, E, dtype=eight), drawn(2, HK, S, E + 3, dtype=eight)
+    for L, S, H, HK, E, Ev in SHAPES:
+        key, value = drawn(2, HK, S, E, dtype=eight), drawn(2, HK, S, Ev, dtype=eight)
         draw = {"pairs": torch.randn(H, L, S), "heads": torch.rand(H)}
+        query = torch.randn(2, H, L, E).to(dtype)
         options = {n: draw[o] if isinstance(o, str) else o for n, o in OPTIONS[option].items()}
-        check(torch.randn(2, H, L, E).to(dtype), key, value, **options)
+        if (lengths := options.get("key_lengths")) is not None:
+            options["key_lengths"] = lengths.to(query.device)
+        check(query, key, value, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("eight", EIGHT)
-@pytest.mark.usefixtures("cpu_capability")
+@pytest.mark.usefixtures("kernels")
 def test_every_number(eight: torch.dtype, dtype: torch.dtype) -> None:
     """Scores of one key each: of few rows, and of more than one vector has lanes."""
     one = torch.ones(())
     for rows, columns in ((1, 1), (20, 1), (1, 64), (20, 64)):
-        key = torch.arange(256, dtype=torch.uint8).view(eight)[:, None, None].expand(-1, 1, columns)
+        numbers = torch.arange(256, dtype=torch.uint8).view(eight)[:, None, None]
+        key = numbers.expand(-1, 1, columns).contiguous()
         query = torch.zeros(256, rows, columns, dtype=dtype)
         query[..., 0] = 1
-        value = torch.zeros(256, 1, 1, dtype=torch.int8)
+        value = torch.zeros(256, 1, 16, dtype=torch.int8)
         call = {"scale": 1.0, "key_scale": one, "value_scale": one}
         scores = torch.ops.attn.attention(query, key, value, **call)[1]
         expected = key[..., 0].float().expand(-1, rows)
         assert torch.allclose(scores, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+# The scales of values, the largest number, and the share of numbers that are not 0. So float16 has
+# no place for a weight times its scale, but for each output.
+SIZES = {"tiny": (1e-7, 100, 1.0), "large": (1e5, 3, 0.02)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eight", EIGHT)
+@pytest.mark.usefixtures("kernels")
+def test_scales_of_any_size(eight: torch.dtype, dtype: torch.dtype, size: str) -> None:
+    scale, most, share = SIZES[size]
+    info = torch.finfo(dtype)
+    for rows in (1, 40):
+        key, numbers = drawn(2, 200, 64, dtype=eight), torch.randint(-most, most + 1, (2, 200, 64))
+        numbers = (numbers * (torch.rand(numbers.shape) < share)).to(eight)
+        value = Stored(numbers, scale * (1 + torch.rand(2, 200)) / 2)
+        query = torch.randn(2, rows, 64).to(dtype)
+        found = attend(query, key, value).double()
+        exact, sizes = (
+            reference.sdpa(query.double(), key.wide(), x)
+            for x in (value.wide(), value.wide().abs())
+        )
+        assert exact.abs().max() < info.max
+        # Weights are rounded, and so is the output.
+        allowed = 4 * max(info.eps, 1e-6) * sizes + info.smallest_normal * info.eps
+        assert ((found - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("shape", [(), (50,), (3, 1), (1, 50), (3, 50), (2, 1, 1), (2, 3, 50)])

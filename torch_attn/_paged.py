@@ -55,8 +55,7 @@ class PagedCache:
         value_heads, value_dim: Hv and Ev, the same for values; None takes Hk or E.
         layers: the number of the model's layers.
         dtype: float64, float32, bfloat16 or float16; None is torch's default. With int8 or
-            float8_e4m3fn, the cache rounds new keys and values (:func:`torch_attn.quantize_kv`),
-            and the pool must be on a CPU.
+            float8_e4m3fn, the cache rounds new keys and values (:func:`torch_attn.quantize_kv`).
         device: the device of the pool; None is torch's default.
 
     Attributes:

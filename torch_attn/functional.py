@@ -101,8 +101,8 @@ def sdpa(
             without the last dimension: one number for each token and head, one for each head, or
             one for all (:func:`torch_attn.quantize_kv`). The kernel multiplies scores by the scale
             and makes no copy of the keys. The kernel does not read scales of keys beyond
-            `key_lengths`. A key of 8 bits needs a CPU, and a query of float32, bfloat16 or float16.
-            Then query, key and value have no derivatives.
+            `key_lengths`. A key of 8 bits needs a query of float32, bfloat16 or float16. Then
+            query, key and value have no derivatives.
         value_scale: the same for a value of 8 bits.
 
     Returns:

@@ -55,6 +55,12 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream);
 template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream);
 
+// The same for keys and values of 8 bits. S: the type of the query.
+template <class S, int kDim, bool kPaged>
+Error launch_forward_eight_bits(const ForwardParams& p, Stream stream);
+template <class S, int kDim, bool kPaged>
+Error launch_decode_eight_bits(const ForwardParams& p, Stream stream);
+
 // On Hopper. The files of instances/ that instantiate it are traps for any other device.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu);

@@ -87,24 +87,26 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 // Kernels with tensor cores round weights to 16 bits. This is too inexact for a float32 mask and its gradient. Keys and
 // values whose rows are not vectors are copied first. With key lengths or pages, keys and values must not be copied,
-// because the copy would read keys that are not in use.
+// because the copy would read keys that are not in use. Those of 8 bits are never copied, and both must have 8 bits.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
-  const bool may_be_copied = !p.visibility.key_lengths && !p.paging.table;
+  if (is_8_bit(p.key) != is_8_bit(p.value)) return false;
+  const bool may_be_copied = !p.visibility.key_lengths && !p.paging.table && !is_8_bit(p.key);
   const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim) &&
-                              p.key.page % kVector == 0 && p.value.page % kVector == 0;
+                              p.key.page % vector_of(p.key) == 0 && p.value.page % vector_of(p.value) == 0;
   return is_16_bits && !exact_weights && !has_score_mod(p) && (may_be_copied || reads_in_place) &&
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
 // Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
-// dropout, a cap and ALiBi take the kernels of all GPUs. So do few rows, whose keys those kernels cut into splits, but
-// not within Problem::invariant, because a row's bits must not depend on how many rows there are.
+// dropout, a cap, ALiBi and keys of 8 bits take the kernels of all GPUs. So do few rows, whose keys those kernels cut
+// into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows there are.
 bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 #ifdef ATTN_SM90A
   constexpr int64_t kFewRows = 64;
-  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && (p.invariant || p.rows() > kFewRows);
+  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) &&
+         (p.invariant || p.rows() > kFewRows);
 #else
   return false;
 #endif
@@ -131,16 +133,17 @@ static int64_t keys_to_split(const RowParams& p, int64_t tile = kKeysPerTile) {
 
 // Returns the number of splits with which the busiest multiprocessor ends first, if it takes `rows` rows of each task.
 // Memory binds, so its blocks take as long side by side as one after the other. The constants are counted in keys that
-// could be read meanwhile: to start a block, to clear counters, and for a round of loads of the merge, in which a warp
-// has eight splits of a row. They are assumed.
-static int64_t decode_splits(int64_t tasks, int64_t rows, int64_t keys, int64_t tile, int64_t multiprocessors) {
-  constexpr int64_t kStart = 128, kClear = 64, kRound = 20;
-  int64_t best = 1, least = divide_up(tasks, multiprocessors) * (keys + kStart);
+// could be read meanwhile, twice as many if they have 8 bits: to start a block, to clear counters, and for a round of
+// loads of the merge, in which a warp has eight splits of a row. They are assumed.
+static int64_t decode_splits(int64_t tasks, int64_t rows, int64_t keys, int64_t tile, int64_t multiprocessors,
+                             bool of_8_bits) {
+  const int64_t times = of_8_bits ? 2 : 1, start = 128 * times, clear = 64 * times, round = 20 * times;
+  int64_t best = 1, least = divide_up(tasks, multiprocessors) * (keys + start);
   for (int64_t splits = 2; splits <= keys / (4 * tile); ++splits) {
     const int64_t blocks = divide_up(tasks * splits, multiprocessors);
-    const int64_t merge = kClear + kRound * divide_up(rows, 4) * (3 + divide_up(splits, 8));
-    if (blocks * kStart + keys * tasks / multiprocessors + merge > least) break;  // and so on for more splits
-    const int64_t time = blocks * (round_up(divide_up(keys, splits), tile) + kStart) + merge;
+    const int64_t merge = clear + round * divide_up(rows, 4) * (3 + divide_up(splits, 8));
+    if (blocks * start + keys * tasks / multiprocessors + merge > least) break;  // and so on for more splits
+    const int64_t time = blocks * (round_up(divide_up(keys, splits), tile) + start) + merge;
     if (time < least) best = splits, least = time;
   }
   return best;
@@ -154,7 +157,7 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   if (on_hopper)
     p.rows_per_task = forward_wgmma_rows(dim);
   else if (uses_mma(p) && !decodes)
-    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) ? forward_mma_tiles(dim) : 1);
+    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) && !is_8_bit(p.key) ? forward_mma_tiles(dim) : 1);
   const int64_t keys = keys_to_split(p, tile);
   p.keys_per_split = round_up(larger(1, keys), tile);
   if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
@@ -169,8 +172,8 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t wanted = at_a_time * gpu.multiprocessors, enough_keys = 4 * tile;
   if (p.invariant || p.rows() == 0 || keys < 2 * enough_keys || (!decodes && p.tasks() >= wanted)) return;
   const int64_t most = on_hopper ? wanted / p.tasks() : divide_up(wanted, p.tasks());
-  const int64_t splits =
-      decodes ? decode_splits(p.tasks(), p.rows(), keys, tile, gpu.multiprocessors) : smaller(most, keys / enough_keys);
+  const int64_t splits = decodes ? decode_splits(p.tasks(), p.rows(), keys, tile, gpu.multiprocessors, is_8_bit(p.key))
+                                 : smaller(most, keys / enough_keys);
   if (splits < 2) return;
   p.keys_per_split = round_up(divide_up(keys, splits), tile);
   p.splits = divide_up(keys, p.keys_per_split);
@@ -180,6 +183,9 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
 Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
   const bool decodes = uses_decode(p);
   const auto on_tensor_cores = [&]<class S, int kDim, bool kPaged>() {
+    if (is_8_bit(p.key))
+      return decodes ? launch_decode_eight_bits<S, kDim, kPaged>(p, gpu.stream)
+                     : launch_forward_eight_bits<S, kDim, kPaged>(p, gpu.stream);
 #ifdef ATTN_SM90A
     if (uses_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
 #endif

@@ -35,7 +35,10 @@ bool uses_mma(const Problem& p);
 bool uses_wgmma(const Problem& p, const Gpu& gpu);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
-ATTN_INLINE constexpr int64_t vector_of(const Operand& x) { return x.dtype == DType::boolean ? 2 * kVector : kVector; }
+ATTN_INLINE constexpr bool is_8_bit(const Operand& x) { return x.dtype == DType::i8 || x.dtype == DType::e4m3; }
+ATTN_INLINE constexpr int64_t vector_of(const Operand& x) {
+  return x.dtype == DType::boolean || is_8_bit(x) ? 2 * kVector : kVector;
+}
 // Says whether rows of `cols` columns consist of whole vectors, each at a multiple of 16 bytes.
 ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_t cols) {
   int64_t low_bits = cols | x.row | x.head;

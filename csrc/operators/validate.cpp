@@ -68,7 +68,6 @@ void check_dtype_of_keys(const char* op, const char* name, const Tensor& t, cons
   if (op != SdpaOp::name && op != AttentionOp::name && op != VarlenOp::name)
     why = "the operator takes no numbers of 8 bits";
   if (dtype == at::kDouble) why = "beside numbers of 8 bits, query must be float32, bfloat16 or float16";
-  if (query.is_cuda()) why = "numbers of 8 bits must be on a CPU";
   TORCH_CHECK(!why, op, ": ", name, " has dtype ", own, " and query ", dtype, " on ", query.device(), "; ", why,
               "; convert ", name, ": ", name, ".to(query.dtype) * ", name, "_scale[..., None]");
 }

@@ -1,4 +1,5 @@
-// A forward of 16-bit numbers with any of its options against a plain loop, without torch.
+// A forward of 16-bit numbers, with keys and values of 16 or 8 bits and any of its options, against a plain loop,
+// without torch.
 #pragma once
 
 #include <bit>
@@ -20,10 +21,59 @@ S from_host(float x) {
   const uint32_t half = (bits >> 31 << 15) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023);
   return {static_cast<uint16_t>(x == 0 ? 0 : half)};
 }
-// Whole numbers / 8 below 2.
-template <class S>
-S draw(std::mt19937& random) {
-  return from_host<S>(static_cast<float>(static_cast<int>(random() % 31) - 15) / 8);
+// Numbers of 8 bits, as they are stored: int8 and float8_e4m3fn.
+struct Int8 {
+  int8_t bits;
+};
+struct E4m3 {
+  uint8_t bits;
+};
+// About a number of type N: its dtype, a NaN or, if it has none, any number, and a factor that makes numbers small.
+template <class N>
+struct About;
+template <>
+struct About<Half> {
+  static constexpr DType dtype = DType::f16;
+  static constexpr Half nan{0x7fff};
+  static constexpr bool has_scale = false;
+};
+template <>
+struct About<BFloat16> {
+  static constexpr DType dtype = DType::bf16;
+  static constexpr BFloat16 nan{0x7fff};
+  static constexpr bool has_scale = false;
+};
+template <>
+struct About<Int8> {
+  static constexpr DType dtype = DType::i8;
+  static constexpr Int8 nan{-128};
+  static constexpr bool has_scale = true;
+  static constexpr float small = 1.f / 512;
+};
+template <>
+struct About<E4m3> {
+  static constexpr DType dtype = DType::e4m3;
+  static constexpr E4m3 nan{0x7f};
+  static constexpr bool has_scale = true;
+  static constexpr float small = 1.f / 2048;
+};
+
+inline double value_of(Half x) { return host_float(x.bits, true); }
+inline double value_of(BFloat16 x) { return host_float(x.bits, false); }
+inline double value_of(Int8 x) { return x.bits; }
+inline double value_of(E4m3 x) {
+  const int exponent = x.bits >> 3 & 15, fraction = x.bits & 7;
+  if ((x.bits & 127) == 127) return NAN;
+  const double size = exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  return x.bits >> 7 ? -size : size;
+}
+
+// Whole numbers / 8 below 2, or any of 8 bits but NaN.
+template <class N>
+N draw(std::mt19937& random) {
+  if constexpr (std::is_same_v<N, Int8>) return {static_cast<int8_t>(random() % 256)};
+  if constexpr (std::is_same_v<N, E4m3>) return {static_cast<uint8_t>(random() % 127 + 128 * (random() % 2))};
+  if constexpr (!About<N>::has_scale) return from_host<N>(static_cast<float>(static_cast<int>(random() % 31) - 15) / 8);
 }
 
 struct Case {
@@ -41,30 +91,44 @@ struct Case {
   bool has_slopes = false;
   int mask_bytes = 0;            // of a number: 1, boolean; 2, as the query; 0: no mask. It hides a tile of keys wholly
   bool mask_is_of_rows = false;  // it has one number for all keys of a row, and hides none of them
+  float value_scale = 1;         // of values of 8 bits, beside what makes them as small as others
 };
 
 // `merges`: the kernel merges splits itself.
 // Query i sees the keys in use from i + offset - left to i + offset + right. launch(p) computes it, with rows_per_task
 // rows of a block and tiles of `tile` keys.
-template <class S, class Launch>
+// S, N, V: the types of the query, of keys and of values.
+template <class S, class N = S, class V = N, class Launch>
 void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merges, Launch launch) {
-  constexpr bool kIsHalf = std::is_same_v<S, Half>;
+  constexpr bool kIsHalf = std::is_same_v<S, Half>, kScaled = About<N>::has_scale;
+  static_assert(kScaled == About<V>::has_scale);
   const int key_heads = c.heads / c.group, in_use = c.in_use < 0 ? c.keys : c.in_use;
   std::mt19937 random(5);
-  Array<S> query(c.heads * c.queries * c.dim), key(key_heads * c.keys * c.dim), value(key_heads * c.keys * c.value_dim),
-      output(c.heads * c.queries * c.value_dim);
+  Array<S> query(c.heads * c.queries * c.dim), output(c.heads * c.queries * c.value_dim);
+  Array<N> key(key_heads * c.keys * c.dim);
+  Array<V> value(key_heads * c.keys * c.value_dim);
+  Array<float> key_scale(key_heads * c.keys), value_scale(key_heads * c.keys);
   Array<float> logsumexp(2 * c.heads * c.queries), row_logsumexp(c.heads * c.queries), sinks(c.heads),
       max_score(c.heads * c.queries), partial_max(c.splits * max_score.size()), partial(c.splits * output.size()),
       partial_logsumexp(c.splits * logsumexp.size());
-  for (auto* x : {&query, &key, &value})
-    for (int64_t i = 0; i < x->size(); ++i) (*x)[i] = draw<S>(random);
-  for (int h = 0; h < c.heads; ++h) sinks[h] = static_cast<float>(h) - 1;
-  constexpr S kNan{0x7fff};
-  for (int h = 0; h < key_heads; ++h)
-    for (int j = in_use; j < c.keys; ++j) {
-      for (int d = 0; d < c.dim; ++d) key[(h * c.keys + j) * c.dim + d] = kNan;
-      for (int d = 0; d < c.value_dim; ++d) value[(h * c.keys + j) * c.value_dim + d] = kNan;
+  for (int64_t i = 0; i < query.size(); ++i) query[i] = draw<S>(random);
+  for (int64_t i = 0; i < key.size(); ++i) key[i] = draw<N>(random);
+  for (int64_t i = 0; i < value.size(); ++i) value[i] = draw<V>(random);
+  for (int64_t i = 0; i < key_scale.size(); ++i) {
+    key_scale[i] = value_scale[i] = 1;
+    if constexpr (kScaled) {
+      key_scale[i] = About<N>::small * static_cast<float>(1 + i % 7);
+      value_scale[i] = About<V>::small * c.value_scale * static_cast<float>(1 + i % 5);
     }
+  }
+  for (int h = 0; h < c.heads; ++h) sinks[h] = static_cast<float>(h) - 1;
+  const auto make_nan = [&](int h, int j) {
+    for (int d = 0; d < c.dim; ++d) key[(h * c.keys + j) * c.dim + d] = About<N>::nan;
+    for (int d = 0; d < c.value_dim; ++d) value[(h * c.keys + j) * c.value_dim + d] = About<V>::nan;
+    key_scale[h * c.keys + j] = value_scale[h * c.keys + j] = NAN;
+  };
+  for (int h = 0; h < key_heads; ++h)
+    for (int j = in_use; j < c.keys; ++j) make_nan(h, j);
 
   ForwardParams p;
   p.heads = c.heads;
@@ -87,10 +151,10 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   Array<int64_t> lengths(1);
   lengths[0] = in_use;
   if (c.in_use >= 0) p.visibility.key_lengths = lengths.data();
-  const auto operand = [](auto& array, int rows, int cols) {
+  const auto operand = []<class T>(Array<T>& array, int rows, int cols) {
     Operand x;
     x.data = array.data();
-    x.dtype = kIsHalf ? DType::f16 : DType::bf16;
+    if constexpr (requires { About<T>::dtype; }) x.dtype = About<T>::dtype;
     x.head = int64_t{rows} * cols;
     x.row = cols;
     x.col = 1;
@@ -99,6 +163,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   p.query = operand(query, c.queries, c.dim);
   p.key = operand(key, c.keys, c.dim);
   p.value = operand(value, c.keys, c.value_dim);
+  if (kScaled) p.key_scale = operand(key_scale, c.keys, 1), p.value_scale = operand(value_scale, c.keys, 1);
   p.output = operand(output, c.queries, c.value_dim);
   p.logsumexp = logsumexp.data();
   p.row_logsumexp = row_logsumexp.data();
@@ -114,10 +179,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   };
   if (c.mask_bytes) {
     for (int h = 0; h < key_heads; ++h)
-      for (int j = 64; j < 128 && j < c.keys && !c.mask_is_of_rows; ++j) {
-        for (int d = 0; d < c.dim; ++d) key[(h * c.keys + j) * c.dim + d] = kNan;
-        for (int d = 0; d < c.value_dim; ++d) value[(h * c.keys + j) * c.value_dim + d] = kNan;
-      }
+      for (int j = 64; j < 128 && j < c.keys && !c.mask_is_of_rows; ++j) make_nan(h, j);
     for (int h = 0; h < c.heads; ++h)
       for (int i = 0; i < c.queries; ++i)
         for (int j = 0; j < c.keys; ++j) {
@@ -130,20 +192,23 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         }
     p.has_mask = true;
     p.mask = operand(mask, c.queries, mask_stride);
-    if (c.mask_bytes == 1) p.mask.dtype = DType::boolean;
+    p.mask.dtype = c.mask_bytes == 1 ? DType::boolean : About<S>::dtype;
     if (c.mask_is_of_rows) p.mask.col = 0;
   }
   // A pool [pages, heads, page, dim]: no sequence has the first page, and the others are in disorder.
   const int pages = c.page ? (c.keys + c.page - 1) / c.page : 1, per_page = c.page ? c.page : 1;
-  Array<S> key_pool((pages + 1) * key_heads * per_page * c.dim),
-      value_pool((pages + 1) * key_heads * per_page * c.value_dim);
+  const int64_t of_pool = int64_t{pages + 1} * key_heads * per_page;
+  Array<N> key_pool(of_pool * c.dim);
+  Array<V> value_pool(of_pool * c.value_dim);
+  Array<float> key_scale_pool(of_pool), value_scale_pool(of_pool);
   Array<int32_t> table(pages);
   require(!c.page || pages % 7 != 0, "this table would have pages twice");
   if (c.page) {
-    for (auto* x : {&key_pool, &value_pool})
-      for (int64_t i = 0; i < x->size(); ++i) (*x)[i] = kNan;
+    for (int64_t i = 0; i < key_pool.size(); ++i) key_pool[i] = About<N>::nan;
+    for (int64_t i = 0; i < value_pool.size(); ++i) value_pool[i] = About<V>::nan;
+    for (int64_t i = 0; i < of_pool; ++i) key_scale_pool[i] = value_scale_pool[i] = NAN;
     for (int i = 0; i < pages; ++i) table[i] = 1 + i * 7 % pages;
-    const auto put = [&](Array<S>& pool, Array<S>& from, int dim) {
+    const auto put = [&](auto& pool, auto& from, int dim) {
       for (int64_t i = 0; i < from.size(); ++i) {
         const int64_t head = i / dim / c.keys, row = i / dim % c.keys;
         pool[((table[row / c.page] * key_heads + head) * c.page + row % c.page) * dim + i % dim] = from[i];
@@ -151,11 +216,15 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     };
     put(key_pool, key, c.dim);
     put(value_pool, value, c.value_dim);
+    put(key_scale_pool, key_scale, 1);
+    put(value_scale_pool, value_scale, 1);
     p.paging = {.table = table.data(), .per_entry = pages, .per_page = 1, .page_size = c.page, .pages = pages + 1};
     p.key = operand(key_pool, c.page, c.dim);
     p.value = operand(value_pool, c.page, c.value_dim);
     p.key.page = int64_t{key_heads} * c.page * c.dim;
     p.value.page = int64_t{key_heads} * c.page * c.value_dim;
+    if (kScaled) p.key_scale = operand(key_scale_pool, c.page, 1), p.value_scale = operand(value_scale_pool, c.page, 1);
+    p.key_scale.page = p.value_scale.page = int64_t{key_heads} * c.page;
   }
   p.rows_per_task = rows_per_task;
   p.splits = c.splits;
@@ -176,18 +245,18 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   }
   run([&] { return launch(p); });
 
-  const auto number = [](S x) { return static_cast<double>(host_float(x.bits, kIsHalf)); };
   for (int h = 0; h < c.heads; ++h)
     for (int i = 0; i < c.queries; ++i) {
       double best = -INFINITY, sum = c.has_sinks ? std::exp(static_cast<double>(sinks[h])) : 0;
       std::vector<double> expected(c.value_dim);
+      const int of_group = h / c.group * c.keys;
       for (int j = 0; j < in_use; ++j) {
         const int distance = i + c.offset - j;
         if ((c.right >= 0 && -distance > c.right) || (c.left >= 0 && distance > c.left) || hides(h, i, j)) continue;
         double score = 0;
         for (int d = 0; d < c.dim; ++d)
-          score += number(query[(h * c.queries + i) * c.dim + d]) * number(key[(h / c.group * c.keys + j) * c.dim + d]);
-        score *= p.scale;
+          score += value_of(query[(h * c.queries + i) * c.dim + d]) * value_of(key[(of_group + j) * c.dim + d]);
+        score *= key_scale[of_group + j] * p.scale;
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         if (c.has_slopes) score -= slopes[h] * std::abs(distance);
         score += bias(i, j);
@@ -195,7 +264,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         const double weight = std::exp(score);
         sum += weight;
         for (int d = 0; d < c.value_dim; ++d)
-          expected[d] += weight * number(value[(h / c.group * c.keys + j) * c.value_dim + d]);
+          expected[d] += weight * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
       }
       const int row = h * c.queries + i;
       if (c.splits == 1 || merges) {
@@ -208,7 +277,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         require(close(max_score[row], best), c.name);
       }
       for (int d = 0; d < c.value_dim; ++d) {
-        double found = number(output[row * c.value_dim + d]);
+        double found = value_of(output[row * c.value_dim + d]);
         if (c.splits > 1 && !merges) {  // what merge_splits() adds
           found = 0;
           double weights = 0;
@@ -220,8 +289,9 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
           }
           found = weights == 0 ? 0 : found / weights;
         }
-        // Weights are rounded to S, and so is the output. All values are below 2.
-        require(std::fabs(found - (sum == 0 ? 0 : expected[d] / sum)) <= (kIsHalf ? 0x1p-9 : 0x1p-6), c.name);
+        // Weights are rounded to S, and so is the output. All values are below 2 times c.value_scale.
+        const double allowed = (kIsHalf ? 0x1p-9 : 0x1p-6) * c.value_scale;
+        require(std::fabs(found - (sum == 0 ? 0 : expected[d] / sum)) <= allowed, c.name);
       }
     }
 }

@@ -63,6 +63,12 @@ ENTRIES = [
         program="check_decode",
     ),
     Entry(
+        "8 bits",
+        (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/simt/*", "tests/cuda/check_eight_bits.cu"),
+        20,
+        program="check_eight_bits",
+    ),
+    Entry(
         "equal runs",
         (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/equal_runs.py"),
         60,
@@ -81,7 +87,7 @@ ENTRIES = [
         program="variants_sm90",
     ),
     tests("tests of the forward", "forward", "nan", "invariance"),
-    tests("tests of options", "options", "options_promises", "varlen", "paged"),
+    tests("tests of options", "options", "options_promises", "varlen", "paged", "quantized"),
     tests("tests of gradients", "backward", "derivatives", "hidden_tiles"),
     tests("tests with PyTorch", "nn", "convert", "properties", "dispatch", "weights"),
 ]

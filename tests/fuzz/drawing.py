@@ -7,7 +7,7 @@ import math
 import random
 
 from .options import weighted, with_options
-from .problem import DTYPES, NAMES, ON_CUDA, Problem
+from .problem import DTYPES, NAMES, Problem
 
 # Around the edges of the kernels' tiles, vectors and blocks, and usual sizes of heads.
 EDGES = [
@@ -45,7 +45,7 @@ def draw(
     if plain or not options:
         return problem
     rng = random.Random(f"{seed} {index} {device} options")
-    return with_options(rng, problem, has_8_bits=device not in ON_CUDA)
+    return with_options(rng, problem, device)
 
 
 def draw_builtin(seed: int, index: int, device: str, plain: bool) -> Problem:

@@ -15,6 +15,7 @@ from .problem import (
     INTEGERS,
     LACKS,
     OF_SCALES,
+    ON_CUDA,
     OPTIONS,
     SCALES,
     SINKS,
@@ -30,7 +31,7 @@ TILE = 64
 FAR = 2**61  # offsets stay below twice this
 
 
-def with_options(rng: random.Random, problem: Problem, has_8_bits: bool) -> Problem:
+def with_options(rng: random.Random, problem: Problem, device: str) -> Problem:
     if rng.random() < PLAIN:
         return problem
     chosen = set(rng.sample(OPTIONS, weighted(rng, HOW_MANY)))
@@ -57,8 +58,7 @@ def with_options(rng: random.Random, problem: Problem, has_8_bits: bool) -> Prob
             problem = with_numbers_of_heads(rng, name, problem)
     if "logsumexp" in chosen:
         problem = with_rows(rng, problem)
-    if has_8_bits:
-        problem = with_8_bits(rng, problem)
+    problem = with_8_bits(rng, problem, device)
     return problem if problem.vmap is None else with_mapped(rng, problem)
 
 
@@ -175,13 +175,18 @@ def with_rows(rng: random.Random, problem: Problem) -> Problem:
     return dataclasses.replace(problem, rows=True, graded=graded, values=values)
 
 
-def with_8_bits(rng: random.Random, problem: Problem) -> Problem:
+def with_8_bits(rng: random.Random, problem: Problem, device: str) -> Problem:
     """Keys, values or both of 8 bits in some problems, which may have no derivatives."""
     unfit = problem.mode != "forward" or problem.nan or problem.hidden or problem.weights
     chosen = [n for n in ("key", "value") if rng.random() < 0.7]
     if unfit or not chosen or problem.dtype == "float64" or rng.random() < 0.7:
         return problem
     dims, values, layouts = dict(problem.dims), dict(problem.values), dict(problem.layouts)
+    sizes = dict(problem.sizes)
+    if device in ON_CUDA and rng.random() < 0.7:  # rows that tensor cores take
+        chosen = ["key", "value"]
+        sizes |= {n: -(-sizes[n] // 16) * 16 for n in ("E", "Ev")}
+        layouts = {n: seed for n, seed in layouts.items() if n not in chosen}
     for name in chosen:
         values[name] = rng.choice([*EIGHT])
         scale = f"{name}_scale"
@@ -190,7 +195,9 @@ def with_8_bits(rng: random.Random, problem: Problem) -> Problem:
         if rng.random() < 0.3:
             layouts[scale] = rng.randrange(2**31)
     dtypes = {**problem.dtypes, **{n: "float32" for n in SCALES if n in dims}}
-    return dataclasses.replace(problem, dims=dims, values=values, layouts=layouts, dtypes=dtypes)
+    return dataclasses.replace(
+        problem, sizes=sizes, dims=dims, values=values, layouts=layouts, dtypes=dtypes
+    )
 
 
 def with_mapped(rng: random.Random, problem: Problem) -> Problem:

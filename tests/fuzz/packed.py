@@ -428,9 +428,11 @@ def draw(seed: int, index: int, device: str = "cpu") -> Packed:
     if device in ON_CUDA and dtype in ("bfloat16", "float16"):
         layouts = {}  # rows of packed sequences that begin anywhere: tensor cores do not take them
     eight: list[tuple[str, str, str]] = []
-    if mode == "forward" and device not in ON_CUDA and dtype != "float64" and rng.random() < 0.3:
+    if mode == "forward" and dtype != "float64" and rng.random() < 0.3:
         eight = [(n, rng.choice([*EIGHT]), rng.choice([*OF_SCALES, "normal"]))
                  for n in ("key", "value") if rng.random() < 0.7]  # fmt: skip
+    if device in ON_CUDA and len(eight) == 2:  # rows that tensor cores take
+        dims = [-(-n // 16) * 16 for n in dims]
     scale = rng.choice((0.0, 1.0, -0.37, 0.1, 2.5, 12.0)) if rng.random() < 0.2 else None
     precision = "highest"
     if dtype == "float32" and (device == "amx" or rng.random() < 0.15):

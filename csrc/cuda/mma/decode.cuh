@@ -6,14 +6,16 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
+#include "cuda/mma/eight_bits.cuh"
 #include "cuda/mma/online_softmax.cuh"
 #include "cuda/simt/merge.cuh"
 
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kGeneral: see is_general(), but without
-// dropout. kPaged: whether keys and values are stored in pages.
-template <class S, int kDim, bool kGeneral, bool kPaged>
+// dropout. kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits; then a ring holds
+// numbers of 8 bits.
+template <class S, int kDim, bool kGeneral, bool kPaged, bool kEight = false>
 struct DecodeMma {
   static constexpr int kThreads = kMmaThreads, kWarps = kThreads / 32;
   static constexpr int kBlocks = kDim > 128 ? 2 : 3;     // a multiprocessor of Hopper holds so many
@@ -22,7 +24,9 @@ struct DecodeMma {
   static constexpr int kRingBytes = 16 << 10;            // of a warp
   static_assert(kRows == 16 && kStep == kKeysPerTile);
 
-  using Tile = MmaTile<S, kKeys, kDim>;
+  using Tile = std::conditional_t<kEight, EightBitTile<S, kKeys, kDim>, MmaTile<S, kKeys, kDim>>;
+  using Stored = std::conditional_t<kEight, uint8_t, S>;
+  static constexpr int kPerNumber = kEight ? 2 : 1;  // numbers of the key in the place of one of the tile
   struct Stage {
     Tile key, value;
   };
@@ -39,6 +43,7 @@ struct DecodeMma {
       Sums sums[kWarps - 1];
     };
     Task task;
+    std::conditional_t<kEight, Scales, Nothing> scales;
     int64_t counter;  // the number of the task's counter
     bool is_last;     // all splits of the task are there
     RowTile<kRows> rows;
@@ -66,6 +71,8 @@ struct DecodeMma {
       const int64_t places = tiles_of_rows(p, kRows);
       const auto [list, place] = divide(number, places);
       shared.counter = divide(list, p.splits).quotient * places + place;
+      if constexpr (kEight)
+        if (task.rows > 0) shared.scales.set(p, task);
     }
     __syncthreads();
     if (task.rows == 0) return;
@@ -97,22 +104,23 @@ struct DecodeMma {
   // --- copies ---
 
   // Starts to copy the keys or the values of the tile that begins with `key`, if the warp wants it.
-  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const S* data, int64_t cols, int64_t key,
+  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Stored* data, int64_t cols, int64_t key,
                                         int first_lane, bool wanted) {
     if (wanted) {
       const int rows = static_cast<int>(smaller(kKeys, task.last_key - key));
+      const auto* const first_row = reinterpret_cast<const S*>(kPaged ? data : data + key * x.row);
       if constexpr (kPaged) {
         const auto from = [&](unsigned first, int i) {
-          return data + __shfl_sync(~0u, in_pages, first_lane + first + i);
+          return first_row + __shfl_sync(~0u, in_pages, first_lane + first + i) / kPerNumber;
         };
-        copy_tile<32>(tile, rows, cols, from, thread.lane);
+        copy_tile<32>(tile, rows, cols / kPerNumber, from, thread.lane);
       } else {
-        load_tile<32>(tile, data + key * x.row, rows, cols, x.row, thread.lane);
+        load_tile<32>(tile, first_row, rows, cols / kPerNumber, x.row / kPerNumber, thread.lane);
       }
     }
     commit_copies();
   }
-  __device__ __forceinline__ void start_keys(Stage& stage, const S* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_keys(Stage& stage, const Stored* data, int64_t key, bool wanted) {
     if constexpr (kPaged) {
       const bool of_key = thread.lane < kKeys;
       if (const int64_t row = key + thread.lane % kKeys; row < task.last_key)
@@ -121,7 +129,7 @@ struct DecodeMma {
     }
     start(stage.key, p.key, data, p.head_dim, key, 0, wanted);
   }
-  __device__ __forceinline__ void start_values(Stage& stage, const S* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_values(Stage& stage, const Stored* data, int64_t key, bool wanted) {
     start(stage.value, p.value, data, p.value_dim, key, kKeys, wanted);
   }
 
@@ -132,8 +140,8 @@ struct DecodeMma {
   template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output, float (&best)[2], float (&sum)[2]) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
-    const S* const keys = head_of<S>(p, p.key, task.n, task.key_head);
-    const S* const values = head_of<S>(p, p.value, task.n, task.value_head);
+    const Stored* const keys = head_of<Stored>(p, p.key, task.n, task.key_head);
+    const Stored* const values = head_of<Stored>(p, p.value, task.n, task.value_head);
     Stage(&ring)[kStages] = shared.ring[thread.warp];
     int64_t key = task.first_key + kKeys * thread.warp;
     uint32_t wanted = 0;  // bit i: ring[i] gets a tile that shows some key
@@ -150,8 +158,17 @@ struct DecodeMma {
     // Each wait lets all copies but the oldest stay under way. The query's are older than all.
     wait_for_copies<2 * kStages>();
     __syncthreads();
+    if constexpr (kEight) {
+      reorder(shared.query);
+      __syncthreads();
+    }
     typename Fragments::Mask mask;
     if constexpr (kHasMask) read_mask<M>(mask, key);
+    float scales = 0;  // of lane i: that of key i of the tile, or of value i - kKeys
+    const auto read_scales = [&](int64_t key) {
+      if constexpr (kEight) scales = shared.scales.of(p, task, thread.lane < kKeys, key + thread.lane % kKeys);
+    };
+    read_scales(key);
     int at = 0;
 #pragma unroll 1
     for (; key < task.last_key; key += kStep, at = at + 1 == kStages ? 0 : at + 1) {
@@ -161,14 +178,17 @@ struct DecodeMma {
       wait_for_copies<2 * kStages - 1>();
       __syncwarp();  // all lanes have copied the keys
       Scores x = {};
-      if (some_shown) add_dots<1>(x, shared.query, 0, stage.key);
+      if (some_shown) add_products(x, stage.key);
       __syncwarp();  // all lanes have read the keys
       const bool some_ahead = want(at, ahead);
       start_keys(stage, keys, ahead, some_ahead);
       if (some_shown) {
+        if constexpr (kEight) scale(x, scales, 0);
         make_scores<M>(x, mask, key);
         weigh(x, output, best, sum);
+        if constexpr (kEight) scale(x, scales, kKeys);
       }
+      read_scales(key + kStep);
       if constexpr (kHasMask) read_mask<M>(mask, key + kStep);
       wait_for_copies<2 * kStages - 1>();
       __syncwarp();  // all lanes have copied the values
@@ -177,6 +197,24 @@ struct DecodeMma {
       start_values(stage, values, ahead, some_ahead);
     }
     wait_for_copies<0>();
+    if constexpr (kEight) sort_columns(output[0]);
+  }
+
+  __device__ __forceinline__ void add_products(Scores& x, Tile& key) {
+    if constexpr (kEight)
+      with_eight_bits(p.key, [&]<bool kE4m3>() { add_dots_8<kE4m3>(x[0], shared.query, key); });
+    else
+      add_dots<1>(x, shared.query, 0, key);
+  }
+  // Multiplies products or weights by the scales of their keys or values, which lanes from first_lane on hold.
+  __device__ __forceinline__ void scale(Scores& x, float scales, int first_lane) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float of_key = __shfl_sync(~0u, scales, first_lane + thread.col(n) + c);
+        x[0][n][c] *= of_key, x[0][n][2 + c] *= of_key;
+      }
   }
 
   // Reads the mask of the scores of the tile that begins with `key`, as add_mask() takes it: two keys at a time, whose
@@ -248,12 +286,19 @@ struct DecodeMma {
 
   __device__ __forceinline__ void add_values(Output& output, const Scores& x, Tile& value) {
     const auto weight = [&](int, int n, int half, int c) { return x[0][n][2 * half + c]; };
-    add_weighted<1, Factor::as_it_is>(output, value, weight);
-    if constexpr (kGeneral)  // see ForwardMma
-      if (p.alibi_slopes && p.exact_residual)
-        add_weighted<1, Factor::finite>(output, value, [&](int t, int n, int half, int c) {
-          return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
-        });
+    if constexpr (kEight) {
+      with_eight_bits(p.value, [&]<bool kE4m3>() {
+        add_weighted_8<kE4m3, kSplitsWeights<S>, kDim>(output[0], value,
+                                                       [&](int n, int half, int c) { return weight(0, n, half, c); });
+      });
+    } else {
+      add_weighted<1, Factor::as_it_is>(output, value, weight);
+      if constexpr (kGeneral)  // see ForwardMma
+        if (p.alibi_slopes && p.exact_residual)
+          add_weighted<1, Factor::finite>(output, value, [&](int t, int n, int half, int c) {
+            return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
+          });
+    }
   }
 
   // --- all warps ---
@@ -327,11 +372,20 @@ struct DecodeMma {
   }
 };
 
+template <class S, int kDim, bool kPaged, bool kEight>
+Error launch_decode(const ForwardParams& p, Stream stream) {
+  if (Error error = clear_counters(p.counters, p.counter_count, stream)) return error;
+  return is_general(p) ? launch_blocks<DecodeMma<S, kDim, true, kPaged, kEight>>(p, stream)
+                       : launch_blocks<DecodeMma<S, kDim, false, kPaged, kEight>>(p, stream);
+}
+
 template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream) {
-  if (Error error = clear_counters(p.counters, p.counter_count, stream)) return error;
-  return is_general(p) ? launch_blocks<DecodeMma<S, kDim, true, kPaged>>(p, stream)
-                       : launch_blocks<DecodeMma<S, kDim, false, kPaged>>(p, stream);
+  return launch_decode<S, kDim, kPaged, false>(p, stream);
+}
+template <class S, int kDim, bool kPaged>
+Error launch_decode_eight_bits(const ForwardParams& p, Stream stream) {
+  return launch_decode<S, kDim, kPaged, true>(p, stream);
 }
 
 }  // namespace attn::cuda

@@ -7,14 +7,16 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
+#include "cuda/mma/eight_bits.cuh"
 #include "cuda/mma/mask_tile.cuh"
 #include "cuda/mma/online_softmax.cuh"
 
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: tiles of 16 rows per warp.
-// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages.
-template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false>
+// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits; a
+// tile of them is widened as it is loaded.
+template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false, bool kEight = false>
 struct ForwardMma {
   // Returns the number of blocks whose registers must fit into a multiprocessor at a time, or 0 if the compiler chooses
   // how many registers a thread has. On an H100 three blocks per multiprocessor are faster than two. For few rows with
@@ -31,16 +33,19 @@ struct ForwardMma {
   static_assert(kKeysPerTile % kKeys == 0);
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
+  using Stored = std::conditional_t<kEight, uint8_t, S>;
+  using Value = std::conditional_t<kEight, BFloat16, S>;  // see kSplitsWeights
+  static_assert(!kEight || kTiles == 1);
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
     MmaTile<S, kKeys, kDim> key;
-    MmaTile<S, kKeys, kDim> value;
+    MmaTile<Value, kKeys, kDim> value;
     Task task;
     int64_t mask_base;  // where the batch entry begins in the mask
     Dropout dropout;
-    const S* key_data;  // of the batch entry and head
-    const S* value_data;
+    const Stored* key_data;  // of the batch entry and head
+    const Stored* value_data;
     RowTile<kRows> rows;
     // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. `sum` holds one
     // number for each thread and row: the sum of the weights in the thread's own columns.
@@ -49,6 +54,7 @@ struct ForwardMma {
     uint32_t head_number[kGeneral ? kRows : 1];                      // of dropout's counters
     alignas(16) const unsigned char* in_mask[kGeneral ? kRows : 1];  // where the row begins
     std::conditional_t<kGeneral, MaskTile<S, kRows, kKeys, !kFewRegisters>, Nothing> mask;
+    std::conditional_t<kEight, ScaleTiles<kKeys>, Nothing> scales;
   };
   using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -72,9 +78,10 @@ struct ForwardMma {
     if (task.rows == 0) return;
     const int64_t n = task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
-    shared.key_data = head_of<S>(p, p.key, n, task.key_head);
-    shared.value_data = head_of<S>(p, p.value, n, task.value_head);
+    shared.key_data = head_of<Stored>(p, p.key, n, task.key_head);
+    shared.value_data = head_of<Stored>(p, p.value, n, task.value_head);
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
+    if constexpr (kEight) shared.scales.set(p, task);
   }
 
   // Both functions count rows from the start of the block's tile. The first function returns the first row of a warp's
@@ -88,14 +95,20 @@ struct ForwardMma {
   // Where registers are fewest, the address of each row is computed by a multiplication, because an addition would keep
   // the previous row's address in registers. `place`: see PagedRows.
   template <class Tile>
-  __device__ __forceinline__ void load_rows(Tile& tile, const S* data, int64_t stride, int64_t key, int keys,
+  __device__ __forceinline__ void load_rows(Tile& tile, const Operand& x, const Stored* data, int64_t key, int keys,
                                             int64_t cols, int place) {
-    if constexpr (kPaged)
-      in_pages.load(tile, data, keys, cols, place);
-    else if constexpr (kGeneral && kFewRegisters)
-      load_tile(tile, data + key * stride, keys, cols, [&](int j) { return j * stride; });
+    const auto load = [&](auto copy) {
+      if constexpr (kPaged)
+        in_pages.load(tile, data, keys, cols, place, copy);
+      else if constexpr (kGeneral && kFewRegisters)
+        load_tile(tile, data + key * x.row, keys, cols, [&](int j) { return j * x.row; });
+      else
+        load_tile(tile, data + key * x.row, keys, cols, x.row, thread_index(), copy);
+    };
+    if constexpr (kEight)
+      with_eight_bits(x, [&]<bool kE4m3>() { load(Widen<kE4m3>{}); });
     else
-      load_tile(tile, data + key * stride, keys, cols, stride);
+      load(CopyAsync{});
   }
   __device__ __forceinline__ void find_in_pages(int64_t key) {
     if constexpr (kPaged) in_pages.find(p, task.n, key, task.last_key);
@@ -148,7 +161,7 @@ struct ForwardMma {
     while (keys > 0) {
       wait_for_copies<0>();
       __syncthreads();  // the keys are copied, and the previous values have been read
-      load_rows(shared.value, shared.value_data, p.value.row, key, keys, p.value_dim, InPages::kOfValues);
+      load_rows(shared.value, p.value, shared.value_data, key, keys, p.value_dim, InPages::kOfValues);
       commit_copies();
       if constexpr (!kHasMask) find_in_pages(key + kKeys);  // is copied during the products
       Scores x = {};
@@ -162,6 +175,7 @@ struct ForwardMma {
       if constexpr (kHasMask) start_mask<M>(key + kKeys, keys_from(key + kKeys));  // is copied during the softmax
       if (has_rows()) {
         weigh(x, output);
+        if constexpr (kEight) scale(x, shared.scales.of_values(key));
         if constexpr (kGeneral)
           if (p.has_dropout) drop(x, key);
       }
@@ -174,11 +188,19 @@ struct ForwardMma {
         start_key(key, keys);
       }
       const auto weight = [&](int t, int n, int half, int c) { return x[t][n][2 * half + c]; };
-      if (has_rows()) add_weighted<kTiles, Factor::as_it_is>(output, shared.value, weight);
+      constexpr bool kSplits = kEight && kSplitsWeights<S>;
+      if (has_rows())
+        add_weighted<kTiles, Factor::as_it_is>(output, shared.value, [&](int t, int n, int half, int c) {
+          return kSplits ? high_part(weight(t, n, half, c)) : weight(t, n, half, c);
+        });
+      if constexpr (kSplits)
+        if (has_rows())
+          add_weighted<kTiles, Factor::as_it_is>(
+              output, shared.value, [&](int t, int n, int half, int c) { return low_part(weight(t, n, half, c)); });
       // Also adds the products of the values with the rounding errors of the weights. Gradients of slopes need these
       // products, because such a gradient multiplies dS by distances. Infinite values count as 0 here, because the
       // products above include them already, and a rounding error of 0 times infinity would be NaN.
-      if constexpr (kGeneral)
+      if constexpr (kGeneral && !kEight)
         if (p.alibi_slopes && (p.exact_residual || p.invariant) && has_rows())
           add_weighted<kTiles, Factor::finite>(output, shared.value, [&](int t, int n, int half, int c) {
             return weight(t, n, half, c) - to_float(from_float<S>(weight(t, n, half, c)));
@@ -188,7 +210,8 @@ struct ForwardMma {
 
   __device__ __forceinline__ void start_key(int64_t key, int keys) {
     if (keys <= 0) return;
-    load_rows(shared.key, shared.key_data, p.key.row, key, keys, p.head_dim, InPages::kOfKeys);
+    load_rows(shared.key, p.key, shared.key_data, key, keys, p.head_dim, InPages::kOfKeys);
+    if constexpr (kEight) shared.scales.load(p, task, key);
     commit_copies();
   }
 
@@ -220,6 +243,7 @@ struct ForwardMma {
   template <class M>
   __device__ __forceinline__ void make_scores(Scores& x, int64_t key) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
+    if constexpr (kEight) scale(x, shared.scales.of_keys(key));
     float slope = ScoreFunction<float>::of(p).slope();
     if (kGeneral && (!kHasMask || has_terms(p))) {
       slope = 1;
@@ -246,6 +270,13 @@ struct ForwardMma {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
       Fragments::hide_keys(x[t], row(MmaThread(), t), task.sequence, shared.rows, kRows, key);
+  }
+
+  // Multiplies products or weights by the scales of the tile's keys or values.
+  __device__ __forceinline__ void scale(Scores& x, const float* scales) {
+#pragma unroll
+    for (auto& of_tile : x)
+      Fragments::each(of_tile, 0, [&](float& number, int, int j, int, int) { number *= scales[j]; });
   }
 
   // Turns scores into weights. Rescales the sums and the output of earlier tiles to the new maximum.
@@ -320,6 +351,12 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream) {
   constexpr int kMostTiles = forward_mma_tiles(kDim);
   return p.rows_per_task == forward_mma_rows(kMostTiles) ? run.template operator()<kMostTiles>()
                                                          : run.template operator()<1>();
+}
+
+// Only blocks of few rows are instantiated, which saves compile time.
+template <class S, int kDim, bool kPaged>
+Error launch_forward_eight_bits(const ForwardParams& p, Stream stream) {
+  return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged, true>>(p, stream);
 }
 
 }  // namespace attn::cuda

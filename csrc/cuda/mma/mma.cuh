@@ -34,13 +34,21 @@ struct MmaTile {
   }
 };
 
+// Copies a vector as copy_async() does.
+struct CopyAsync {
+  __device__ __forceinline__ void operator()(void* to, const void* from, bool there) const {
+    copy_async(to, from, there);
+  }
+};
+
 // Starts to fill a tile with `rows` rows of `cols` numbers, and with zeros elsewhere. The rows must be vectors
 // (in_vectors(), launch.h). A thread copies one vector of each of its rows. These are the rows first_row + i, in the
 // order of i. from(first_row, i) returns where row first_row + i begins. The tile is complete after commit_copies(),
-// wait_for_copies() and a barrier. Called by kThreads threads, of which this one is `thread`.
-template <int kThreads = kMmaThreads, class S, int kRows, int kCols, class From>
+// wait_for_copies() and a barrier. Called by kThreads threads, of which this one is `thread`. Copy: CopyAsync, or Widen
+// for numbers of 8 bits.
+template <int kThreads = kMmaThreads, class S, int kRows, int kCols, class From, class Copy = CopyAsync>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from,
-                                          unsigned thread = thread_index()) {
+                                          unsigned thread = thread_index(), Copy copy = {}) {
   constexpr int kVectors = kCols / kVector;
   constexpr int kRowsAtOnce = kThreads / kVectors;
   const unsigned vector = thread % kVectors, first_row = thread / kVectors;
@@ -50,22 +58,21 @@ __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int ro
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce)
     // If the distance of two rows is a multiple of 8, their vectors are permuted in the same way.
-    copy_async(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first,
-               i < left);
+    copy(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first, i < left);
 }
 // Row i begins offset(i) numbers behind `data`.
-template <class S, int kRows, int kCols, class Offset>
-__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
+template <class S, int kRows, int kCols, class N, class Offset>
+__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const N* data, int rows, int64_t cols,
                                           Offset offset) {
   copy_tile(tile, rows, cols, [&](unsigned first_row, int i) { return data + offset(first_row + i); });
 }
 // Row i begins i * stride numbers behind `data`. The address of row first_row + i is computed from two products,
 // because the second product, i * stride, is the same for all threads.
-template <int kThreads = kMmaThreads, class S, int kRows, int kCols>
-__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const S* data, int rows, int64_t cols,
-                                          int64_t stride, unsigned thread = thread_index()) {
+template <int kThreads = kMmaThreads, class S, int kRows, int kCols, class N, class Copy = CopyAsync>
+__device__ __forceinline__ void load_tile(MmaTile<S, kRows, kCols>& tile, const N* data, int rows, int64_t cols,
+                                          int64_t stride, unsigned thread = thread_index(), Copy copy = {}) {
   const auto from = [&](unsigned first_row, int i) { return data + first_row * stride + i * stride; };
-  copy_tile<kThreads>(tile, rows, cols, from, thread);
+  copy_tile<kThreads>(tile, rows, cols, from, thread, copy);
 }
 
 // Finds out where the rows of kKeys keys and of their values are stored in pages. The threads that copy the same rows
@@ -88,11 +95,13 @@ struct PagedRows {
     offset = offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, n, key);
   }
   // Starts to fill a tile as load_tile() does. Called by all threads.
-  template <class S>
-  __device__ __forceinline__ void load(MmaTile<S, kKeys, kCols>& tile, const S* data, int rows, int64_t cols,
-                                       int first) const {
-    copy_tile(tile, rows, cols,
-              [&](unsigned, int i) { return data + __shfl_sync(~0u, offset, first + i / kRowsAtOnce, kVectors); });
+  template <class S, class N, class Copy>
+  __device__ __forceinline__ void load(MmaTile<S, kKeys, kCols>& tile, const N* data, int rows, int64_t cols, int first,
+                                       Copy copy) const {
+    copy_tile(
+        tile, rows, cols,
+        [&](unsigned, int i) { return data + __shfl_sync(~0u, offset, first + i / kRowsAtOnce, kVectors); },
+        thread_index(), copy);
   }
 };
 

@@ -25,6 +25,11 @@ struct alignas(16) Vec16 {
   T at[kSize];
 };
 
+// The same of 8 bytes.
+struct alignas(8) Vec8 {
+  uint32_t low, high;
+};
+
 template <int N, class T>
 __device__ __forceinline__ void load_vec16(T (&to)[N], const T* from, int offset = 0) {
 #pragma unroll
@@ -41,9 +46,11 @@ enum class Factor { as_it_is, finite };
 
 // Calls f.template operator()<N>(), where N is the type in which a kernel loads the operand's numbers. Kernels that
 // compute in double load no 16-bit numbers. Put loops into f. If a loop branched on the dtype for each number, each
-// load would wait for the load before it.
-template <class T, class F>
+// load would wait for the load before it. kMayBeEight: whether the numbers may have 8 bits.
+template <class T, bool kMayBeEight = false, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
+  if constexpr (kMayBeEight && sizeof(T) == 4)
+    if (is_8_bit(x)) return f.template operator()<int8_t>();
   if (x.dtype == DType::f32)
     f.template operator()<float>();
   else if constexpr (sizeof(T) == 8)
@@ -59,12 +66,21 @@ __device__ __forceinline__ void with_loaded_mask(const Operand& x, F f) {
   else
     with_loaded<T>(x, f);
 }
+// Returns the value of a number of float8_e4m3fn: a sign, four bits of exponent, whose bias is 7, and three of
+// mantissa. It has no infinities, and NaN is where all bits but the sign are 1.
+__device__ __forceinline__ float e4m3_to_float(uint32_t bits) {
+  const uint32_t magnitude = bits & 0x7f;
+  if (magnitude == 0x7f) return infinity<float>() - infinity<float>();
+  return __uint_as_float((bits & 0x80) << 24 | magnitude << 20) * 0x1p120f;  // a float's bias is 127
+}
 // Returns the value of a number that was loaded as N. If N is uint8_t, the operand is a boolean mask, and its value is
-// what it adds to the score.
+// what it adds to the score. If N is int8_t, the number is int8 or float8_e4m3fn.
 template <class T, class N>
 __device__ __forceinline__ T value_of(const Operand& x, N loaded) {
   if constexpr (std::is_same_v<N, uint8_t>)
     return loaded ? static_cast<T>(0) : -infinity<T>();
+  else if constexpr (std::is_same_v<N, int8_t>)
+    return x.dtype == DType::i8 ? static_cast<T>(loaded) : e4m3_to_float(static_cast<uint8_t>(loaded));
   else if constexpr (std::is_same_v<N, uint16_t>)
     return x.dtype == DType::bf16 ? to_float(BFloat16{loaded}) : to_float(Half{loaded});
   else

@@ -72,6 +72,30 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
   return y;
 }
 
+// Returns two numbers of float8_e4m3fn, the low half of `two`, as two of type Half, which are exact.
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t two) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(static_cast<uint16_t>(two)));
+  return y;
+}
+// Since which GPU there is this instruction.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+constexpr bool kConvertsE4m3 = true;
+#else
+constexpr bool kConvertsE4m3 = false;
+#endif
+
+// Returns a * b + c for each of the two numbers of type S in a word, rounded once.
+template <class S>
+__device__ __forceinline__ uint32_t multiply_add_two(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  if constexpr (std::is_same_v<S, Half>)
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
 // Returns the larger number, or NaN if one of them is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;

@@ -270,4 +270,23 @@ struct Task {
   }
 };
 
+// Finds the scales of the keys and values of a task, if they have 8 bits.
+struct Scales {
+  const float *key, *value;  // of the batch entry and head; null if there are none
+
+  // Called by one thread, followed by a barrier.
+  __device__ void set(const ForwardParams& p, const Task& task) {
+    key = p.key_scale.data ? head_of<float>(p, p.key_scale, task.n, task.key_head) : nullptr;
+    value = p.value_scale.data ? head_of<float>(p, p.value_scale, task.n, task.value_head) : nullptr;
+  }
+  // Returns the scale of a key, or of its value. Returns 0 for keys that the task's rows do not see.
+  __device__ __forceinline__ float of(const ForwardParams& p, const Task& task, bool is_key, int64_t row) const {
+    const float* const data = is_key ? key : value;
+    const Operand& x = is_key ? p.key_scale : p.value_scale;
+    if (!data) return 1;
+    if (row >= task.last_key) return 0;
+    return data[p.paging.table ? offset_in_pages(p, x.page, x.row, task.n, row) : row * x.row];
+  }
+};
+
 }  // namespace attn::cuda

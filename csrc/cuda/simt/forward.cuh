@@ -43,6 +43,8 @@ struct ForwardSimt : ScoresSimt<T, ForwardParams, false, kValueCols, kPaged> {
       typename Base::Scores x;
       this->scores(x, key);
       softmax(x);
+      if constexpr (Base::kMayBeEight)
+        if (p.value_scale.data) this->each(x, [&](T& weight, int, int k, int) { weight *= shared.scales.value[k]; });
       if (p.has_dropout) {
         const uint32_t kept = this->kept(key);
         this->each(x, [&](T& weight, int, int, int bit) { weight *= static_cast<T>(kept >> bit & 1); });

@@ -28,6 +28,11 @@ struct Bases {
 struct RowsInPages {
   int64_t key[kSimtTile], value[kSimtTile];
 };
+// The scales of a tile of keys, and of their values.
+struct ScalesSimt {
+  Scales all;
+  float key[kSimtTile], value[kSimtTile];
+};
 
 // T: the type that the kernel computes in. kCols: how many columns of its result a block computes. kPaged: whether keys
 // and values are stored in pages. Kernels that own keys do not read pages.
@@ -37,6 +42,7 @@ struct ScoresSimt {
   static constexpr int kN = kCols / kSimtTile * kSimtCols;  // columns of a thread
   static constexpr int kStride = kSimtStride<T>;
   static constexpr int kFactorStride = kCols + kStride - kSimtTile;
+  static constexpr bool kMayBeEight = std::is_same_v<Params, ForwardParams> && sizeof(T) == 4;  // the bits of keys
   // How many rows and how many keys a thread's scores have.
   static constexpr int kRows = kOwnsKeys ? kSimtCols : kSimtRows;
   static constexpr int kKeys = kOwnsKeys ? kSimtRows : kSimtCols;
@@ -60,6 +66,7 @@ struct ScoresSimt {
     RowTile<kSimtTile> rows;
     uint32_t head_number[kSimtTile];  // of dropout's counters
     std::conditional_t<kPaged, RowsInPages, Nothing> in_pages;
+    std::conditional_t<kMayBeEight, ScalesSimt, Nothing> scales;
   };
 
   const Params& p;
@@ -80,6 +87,8 @@ struct ScoresSimt {
       set_task(shared.task);
       if (p.has_dropout) shared.dropout.set(p, task.n);
       shared.base.set(p, p, task);
+      if constexpr (kMayBeEight)
+        if (task.rows > 0) shared.scales.all.set(p, task);
       if constexpr (requires { p.t; }) shared.tangent_base.set(p, p.t, task);
       if constexpr (requires { p.grad_output; }) shared.grad_output_base = batch_offset(p, p.grad_output, task.n);
     }
@@ -98,6 +107,7 @@ struct ScoresSimt {
     for (int64_t key = task.first_key; key < task.last_key; key += kSimtTile)
       if (shows_some(key)) {
         if constexpr (kPaged) find_in_pages(key);
+        if constexpr (kMayBeEight) find_scales(key);
         add(key);
       }
   }
@@ -113,6 +123,13 @@ struct ScoresSimt {
       shared_scores.in_pages.key[i] = offset(p.key);
     else
       shared_scores.in_pages.value[i] = offset(p.value);
+  }
+  // Looks up the scale of each key and value of a tile. As find_in_pages(), it needs no barrier of its own.
+  __device__ __forceinline__ void find_scales(int64_t key) {
+    const int i = threadIdx.x % kSimtTile;
+    const bool of_key = threadIdx.x < kSimtTile;
+    auto& scales = shared_scores.scales;
+    (of_key ? scales.key : scales.value)[i] = scales.all.of(p, task, of_key, key + i);
   }
   // Sets the rows of a tile. The tile begins with row `first` of the list of rows that begins with `head`. It ends
   // before row `last`.
@@ -162,13 +179,13 @@ struct ScoresSimt {
       __syncthreads();  // what is in shared memory has been read
       load_transposed(kOwnsKeys ? shared.other : shared.own, of_rows, rows_base, task.rows, cols, d,
                       [&](int i) { return shared.rows.offset(of_rows, i); });
-      load_transposed(kOwnsKeys ? shared.own : shared.other, of_keys, keys_base, task.last_key - key, cols, d,
-                      [&](int j) {
-                        if constexpr (kPaged)
-                          return shared.in_pages.key[j];
-                        else
-                          return j * of_keys.row;
-                      });
+      load_transposed<kMayBeEight>(kOwnsKeys ? shared.own : shared.other, of_keys, keys_base, task.last_key - key, cols,
+                                   d, [&](int j) {
+                                     if constexpr (kPaged)
+                                       return shared.in_pages.key[j];
+                                     else
+                                       return j * of_keys.row;
+                                   });
       __syncthreads();
       add_products(x, thread, shared.own, kStride, shared.other, kStride);
       d += kSimtDepth<T>;
@@ -193,6 +210,8 @@ struct ScoresSimt {
     Shared& shared = shared_scores;
     clear(x);
     add_dots(x, p.query, shared.base.query, p.key, shared.base.key, key, p.head_dim);
+    if constexpr (kMayBeEight)
+      if (p.key_scale.data) each(x, [&](T& product, int, int k, int) { product *= shared.scales.key[k]; });
     T slope = ScoreFunction<T>::of(p).slope();
     if (has_score_terms(p)) {
       const T cap = static_cast<T>(p.softcap);
@@ -350,7 +369,7 @@ struct ScoresSimt {
     if constexpr (!kOwnsKeys && !kPaged) base += key * x.row;
     for (int first = 0; first < kSimtTile && first < count; first += kSimtDepth<T>) {
       __syncthreads();
-      load_rows<kCols, kFactor>(shared.factor, x, base, count - first, cols, first_col, [&](int i) {
+      load_rows<kCols, kFactor, kMayBeEight>(shared.factor, x, base, count - first, cols, first_col, [&](int i) {
         if constexpr (kOwnsKeys)
           return shared.rows.offset(x, first + i);
         else if constexpr (kPaged)

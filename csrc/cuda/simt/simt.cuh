@@ -77,8 +77,8 @@ __device__ __forceinline__ void add_products(T (&sum)[M][N], const SimtThread& t
 // Fills tile[outer * stride + inner] for all outer < kOuters and inner < kInners with number at(outer, inner) of an
 // operand. Where `outer` is not less than `outer_count` or `inner` is not less than `inner_count`, fills in 0.
 // `outer_is_fast`: whether neighbouring threads read neighbouring numbers of the outer dimension. A thread starts all
-// its loads of kBatch numbers before it waits for one of them.
-template <int kOuters, int kInners, class T, class At, class Convert>
+// its loads of kBatch numbers before it waits for one of them. kMayBeEight: whether the numbers may have 8 bits.
+template <int kOuters, int kInners, bool kMayBeEight, class T, class At, class Convert>
 __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x, int64_t outer_count,
                                           int64_t inner_count, bool outer_is_fast, At at, Convert convert) {
   constexpr int kAll = kOuters * kInners, kMost = 16 * kSimtThreads, kBatch = kAll < kMost ? kAll : kMost;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x,
       f(k, outer_is_fast ? i % kOuters : i / kInners, outer_is_fast ? i / kOuters : i % kInners);
     }
   };
-  with_loaded<T>(x, [&]<class N>() {
+  with_loaded<T, kMayBeEight>(x, [&]<class N>() {
     const N* data = static_cast<const N*>(x.data);
 #pragma unroll 1
     for (int first = threadIdx.x; first < kAll; first += kBatch) {
@@ -106,11 +106,11 @@ __device__ __forceinline__ void fill_tile(T* tile, int stride, const Operand& x,
 
 // tile[d * kSimtStride + i] = x(row i, first_col + d), d < kSimtDepth<T>; row i begins offset(i) elements behind
 // `base`.
-template <class T, class Offset>
+template <bool kMayBeEight = false, class T, class Offset>
 __device__ __forceinline__ void load_transposed(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                                 int64_t first_col, Offset offset) {
   base += first_col * x.col;
-  fill_tile<kSimtDepth<T>, kSimtTile>(
+  fill_tile<kSimtDepth<T>, kSimtTile, kMayBeEight>(
       tile, kSimtStride<T>, x, cols - first_col, rows, x.col <= 1,
       [&](int d, int i) { return base + offset(i) + d * x.col; }, [](T number) { return number; });
 }
@@ -140,11 +140,11 @@ Error with_cols(int64_t cols, F f) {
 
 // tile[i * (kCols + padding) + d] = x(row i, first_col + d), i < kSimtDepth<T>, d < kCols; row i begins offset(i)
 // elements behind `base`.
-template <int kCols, Factor kFactor, class T, class Offset>
+template <int kCols, Factor kFactor, bool kMayBeEight, class T, class Offset>
 __device__ __forceinline__ void load_rows(T* tile, const Operand& x, int64_t base, int64_t rows, int64_t cols,
                                           int64_t first_col, Offset offset) {
   base += first_col * x.col;
-  fill_tile<kSimtDepth<T>, kCols>(
+  fill_tile<kSimtDepth<T>, kCols, kMayBeEight>(
       tile, kCols + kSimtStride<T> - kSimtTile, x, rows, cols - first_col, x.col > 1,
       [&](int i, int d) { return base + offset(i) + d * x.col; },
       [](T number) { return kFactor == Factor::finite && number - number != 0 ? 0 : number; });

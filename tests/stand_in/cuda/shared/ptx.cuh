@@ -39,6 +39,26 @@ uint32_t pack(float first, float second) {
   return from_float<S>(first).bits | static_cast<uint32_t>(from_float<S>(second).bits) << 16;
 }
 
+constexpr bool kConvertsE4m3 = true;
+inline uint32_t halves_of_e4m3(uint32_t two) {
+  const auto number = [&](int k) {
+    const uint32_t bits = two >> 8 * k & 255, magnitude = bits & 127;
+    if (magnitude == 127) return NAN;
+    const float x = std::bit_cast<float>(magnitude << 20) * 0x1p120f;
+    return bits >> 7 ? -x : x;
+  };
+  return pack<Half>(number(0), number(1));
+}
+
+template <class S>
+uint32_t multiply_add_two(uint32_t a, uint32_t b, uint32_t c) {
+  const auto number = [&](int k) {
+    const auto half = [&](uint32_t two) { return double{to_float(S{static_cast<uint16_t>(two >> 16 * k)})}; };
+    return static_cast<float>(half(a) * half(b) + half(c));
+  };
+  return pack<S>(number(0), number(1));
+}
+
 inline float max_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float exp2_approx(float x) {
