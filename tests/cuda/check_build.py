@@ -3,7 +3,8 @@
 The library loads, its kernels are registered for CUDA and for gradients of CUDA tensors, and every
 operator gives results of the right shapes on fake CUDA tensors and, with autograd, meta tensors.
 No kernel keeps in memory what should be in registers. The programs that check kernels on a GPU are
-compiled, beside the library.
+compiled, beside the library. With one architecture all of it is small enough to be carried to a
+machine with a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.cuda.programs import compile_programs, find
 from torch_attn._library import LIBRARY, built_with
 
 TO = Path("build") / "cuda" / "programs"
+LARGEST = 64  # MiB
 OPERATORS = sorted(
     name.removesuffix(".default")
     for name in torch._C._dispatch_get_all_op_names()
@@ -113,10 +115,15 @@ def main() -> None:
     compiled, architectures = check_registers()
     assert compiled >= 18 * architectures, f"{compiled} kernels for {architectures} architectures"
     programs = compile_programs(TO)
+    mib = sum(path.stat().st_size for path in (Path(LIBRARY), *programs)) / 2**20
+    assert architectures > 1 or mib <= LARGEST, (
+        f"{mib:.0f} MiB are too much to be carried to another machine"
+    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none: kernels not run"
     print(
         f"torch {torch.__version__}: {len(kernels)} operators on CUDA, {compiled} kernels that "
-        f"have their numbers in registers; {len(programs)} programs in {TO}; GPU: {gpu}"
+        f"have their numbers in registers; {len(programs)} programs in {TO}, "
+        f"with the library {mib:.0f} MiB; GPU: {gpu}"
     )
 
 

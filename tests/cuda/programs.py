@@ -17,6 +17,8 @@ PROGRAMS = sorted(path.stem for path in HERE.glob("check_*.cu"))
 MEASURING = ["variants_sm90"]  # which nothing but a GPU runs
 
 HOPPER = ["-gencode=arch=compute_90a,code=sm_90a", "-DATTN_SM90A"]
+# nvcc compresses nothing for one architecture, unless it is told to.
+COMPRESSED = ["-Xfatbin=-compress-all"]
 # A wait that lasts too long goes on, with wrong numbers, and the program ends.
 BOUNDED = ["-DATTN_BOUNDED_WAITS"]
 
@@ -41,7 +43,7 @@ def compile_program(name: str, to: Path, *options: str) -> Path:
     """Compiles one for an H100 and, as PTX, for GPUs since 8.0; with nvcc's words if it refuses."""
     program = to / name
     command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-fmad=false"]
-    command += [*HOPPER, "-gencode=arch=compute_80,code=compute_80", *options]
+    command += [*HOPPER, "-gencode=arch=compute_80,code=compute_80", *COMPRESSED, *options]
     run = subprocess.run(
         [*command, f"-I{CSRC}", HERE / f"{name}.cu", "-o", program],
         capture_output=True,

@@ -85,8 +85,8 @@ struct Widen {
   }
 };
 
-// Values are multiplied as BFloat16, because a weight times a scale may be too small or too large for Half. BFloat16 has
-// fewer digits than Half. So beside a query of type Half, a weight is split into two numbers of BFloat16, and both
+// Values are multiplied as BFloat16, because a weight times a scale may be too small or too large for Half. BFloat16
+// has fewer digits than Half. So beside a query of type Half, a weight is split into two numbers of BFloat16, and both
 // multiply the value.
 template <class S>
 constexpr bool kSplitsWeights = std::is_same_v<S, Half>;
@@ -157,8 +157,8 @@ __device__ __forceinline__ void add_dots_8(float (&x)[2][4], MmaTile<S, 16, kDim
   }
 }
 
-// As add_weighted(), for 16 keys of 8 bits. kSplits: see kSplitsWeights. Fragment n, for an even n, gets the even columns of columns 8 n to 8 n +
-// 15, and fragment n + 1 the odd ones: see sort_columns().
+// As add_weighted(), for 16 keys of 8 bits. Fragment n, for an even n, gets the even columns of columns 8 n to 8 n +
+// 15, and fragment n + 1 the odd ones: see sort_columns(). kSplits: see kSplitsWeights.
 template <bool kE4m3, bool kSplits, int kDim, class Values, class Weight>
 __device__ __forceinline__ void add_weighted_8(float (&sum)[kDim / 8][4], Values& values, Weight weight) {
   const int lane = MmaThread().lane;
