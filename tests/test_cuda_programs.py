@@ -74,6 +74,16 @@ MUTATIONS = {
         "    wait_for_copies<2 * kStages>();\n    «__syncthreads();»",
         ";",
     ),
+    "pages: what lies behind a row is read": (
+        "cuda/mma/mma.cuh",
+        "if (there && «first + i < cols») numbers",
+        "true",
+    ),
+    "pages: numbers lie side by side": (
+        "cuda/mma/mma.cuh",
+        "row[«(first + i) * stride»]",
+        "first + i",
+    ),
     "8 bits: scales are those of the tile before": (
         "cuda/mma/decode.cuh",
         "«read_scales(key + kStep);»",
@@ -156,7 +166,7 @@ MUTATIONS = {
     ),
     "what lies behind the last values is read": (
         "cuda/mma/mma.cuh",
-        " + first, «i < left»);",
+        ", first, «i < left»);",
         "true",
     ),
     "without tensor cores, tiles that the mask hides are computed": (
@@ -458,6 +468,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     programs = {
         "decoding": "check_decode",
         "8 bits": "check_eight_bits",
+        "pages": "check_pages",
         "delta": "check_delta",
         "merge": "check_merge",
         "backward": "check_backward",
@@ -477,6 +488,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     "name",
     [
         *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
+        "check_pages",
         *("check_merge", "check_backward", "check_derivatives"),
     ],
 )

@@ -136,6 +136,8 @@ CALLS = {
     "invariant, float32": "L=100, dtype=torch.float32, invariant=True",
     "pages": "L=100, paged=True",
     "one row, pages": "L=1, S=100, paged=True",
+    "pages, rows that are not aligned": "L=100, D=68, paged=True",
+    "one row, pages, rows that are not aligned": "L=1, S=100, D=68, paged=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
     "8 bits": "L=100, eight=torch.int8",
     "8 bits, one row": "L=1, S=64, eight=torch.float8_e4m3fn",
@@ -154,7 +156,8 @@ ON_80 = {
 }  # fmt: skip
 NOT_ON_WGMMA = {
     *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",
-    "dropout", "negative scale", "invariant, mask", "8 bits", "8 bits, one row, invariant",
+    "dropout", "negative scale", "invariant, mask", "pages, rows that are not aligned",
+    "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
 }  # fmt: skip
 PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn

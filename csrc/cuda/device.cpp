@@ -98,9 +98,12 @@ int64_t rows_of_head(const Problem& p) { return p.sequences > 0 ? p.tokens : p.q
   return vectors;
 }
 [[nodiscard]] std::array<Tensor, 4> put_inputs_in_vectors(Problem& p, const Tensor& query) {
-  return {put_mask_in_vectors(p, query), put_in_vectors(p, p.query, p.heads, rows_of_head(p), p.head_dim, query),
-          put_in_vectors(p, p.key, p.key_heads, p.keys, p.head_dim, query),
-          put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query)};
+  std::array vectors{put_mask_in_vectors(p, query),
+                     put_in_vectors(p, p.query, p.heads, rows_of_head(p), p.head_dim, query), Tensor(), Tensor()};
+  if (reads_numbers(p)) return vectors;
+  vectors[2] = put_in_vectors(p, p.key, p.key_heads, p.keys, p.head_dim, query);
+  vectors[3] = put_in_vectors(p, p.value, p.value_heads, p.keys, p.value_dim, query);
+  return vectors;
 }
 
 // Allocates a tensor [copies, rows], with `copies` numbers for each row, and sets `data` to its address.

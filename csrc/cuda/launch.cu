@@ -85,27 +85,33 @@ Error run_backward_mma(const BackwardParams& p, Stream stream) {
 
 }  // namespace
 
+static bool reads_vectors(const Problem& p) {
+  return in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim) &&
+         p.key.page % vector_of(p.key) == 0 && p.value.page % vector_of(p.value) == 0;
+}
+
+bool reads_numbers(const Problem& p) { return p.paging.table && !is_8_bit(p.key) && !reads_vectors(p); }
+
 // Kernels with tensor cores round weights to 16 bits. This is too inexact for a float32 mask and its gradient. Keys and
 // values whose rows are not vectors are copied first. With key lengths or pages, keys and values must not be copied,
-// because the copy would read keys that are not in use. Those of 8 bits are never copied, and both must have 8 bits.
+// because the copy would read keys that are not in use. From pages such rows are read one number at a time. Keys and
+// values of 8 bits are never copied, and both must have 8 bits.
 bool uses_mma(const Problem& p) {
   const bool exact_weights = p.has_mask && p.mask.dtype == DType::f32;
   const bool is_16_bits = p.query.dtype == DType::bf16 || p.query.dtype == DType::f16;
   if (is_8_bit(p.key) != is_8_bit(p.value)) return false;
   const bool may_be_copied = !p.visibility.key_lengths && !p.paging.table && !is_8_bit(p.key);
-  const bool reads_in_place = in_vectors(p, p.key, p.head_dim) && in_vectors(p, p.value, p.value_dim) &&
-                              p.key.page % vector_of(p.key) == 0 && p.value.page % vector_of(p.value) == 0;
-  return is_16_bits && !exact_weights && !has_score_mod(p) && (may_be_copied || reads_in_place) &&
+  return is_16_bits && !exact_weights && !has_score_mod(p) && (may_be_copied || reads_vectors(p) || reads_numbers(p)) &&
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
 // Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
-// dropout, a cap, ALiBi and keys of 8 bits take the kernels of all GPUs. So do few rows, whose keys those kernels cut
+// dropout, a cap, ALiBi, keys of 8 bits and pages without vectors take the kernels of all GPUs. So do few rows, whose keys those kernels cut
 // into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows there are.
 bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 #ifdef ATTN_SM90A
   constexpr int64_t kFewRows = 64;
-  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) &&
+  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) && !reads_numbers(p) &&
          (p.invariant || p.rows() > kFewRows);
 #else
   return false;
@@ -115,7 +121,7 @@ bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 // Whether the kernel for decoding computes the forward. Within Problem::invariant it never does, because the bits of a
 // row must not depend on how many rows there are.
 static bool uses_decode(const Problem& p) {
-  return uses_mma(p) && !p.invariant && !p.has_dropout && p.rows() <= kDecodeRows;
+  return uses_mma(p) && !reads_numbers(p) && !p.invariant && !p.has_dropout && p.rows() <= kDecodeRows;
 }
 
 // Returns an upper bound on the number of keys that the rows of a task see. Counts keys from the start of a tile of
@@ -149,6 +155,9 @@ static int64_t decode_splits(int64_t tasks, int64_t rows, int64_t keys, int64_t 
   return best;
 }
 
+// Whether only blocks of few rows are instantiated, which saves compile time.
+static bool takes_few_rows(const Problem& p) { return is_8_bit(p.key) || reads_numbers(p); }
+
 void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t dim = larger(p.head_dim, p.value_dim);
   const bool on_hopper = uses_wgmma(p, gpu), decodes = uses_decode(p);
@@ -157,7 +166,8 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   if (on_hopper)
     p.rows_per_task = forward_wgmma_rows(dim);
   else if (uses_mma(p) && !decodes)
-    p.rows_per_task = forward_mma_rows(p.rows() > forward_mma_rows(1) && !is_8_bit(p.key) ? forward_mma_tiles(dim) : 1);
+    p.rows_per_task =
+        forward_mma_rows(p.rows() > forward_mma_rows(1) && !takes_few_rows(p) ? forward_mma_tiles(dim) : 1);
   const int64_t keys = keys_to_split(p, tile);
   p.keys_per_split = round_up(larger(1, keys), tile);
   if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
@@ -186,6 +196,8 @@ Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
     if (is_8_bit(p.key))
       return decodes ? launch_decode_eight_bits<S, kDim, kPaged>(p, gpu.stream)
                      : launch_forward_eight_bits<S, kDim, kPaged>(p, gpu.stream);
+    if constexpr (kPaged)
+      if (reads_numbers(p)) return launch_forward_numbers<S, kDim>(p, gpu.stream);
 #ifdef ATTN_SM90A
     if (uses_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
 #endif

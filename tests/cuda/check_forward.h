@@ -83,6 +83,7 @@ struct Case {
   int offset = 0;             // query i stands at position i + offset among the keys
   int in_use = -1;            // keys; behind them lie NaNs. -1: all
   int page = 0;               // keys of a page; 0: no pages
+  int col = 1;                // in pages: from one number of a row to the next one
   int splits = 1;
   bool has_sinks = false;
   int lists = 0;  // at once; 0: blocks know their tasks from the start
@@ -104,7 +105,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   static_assert(kScaled == About<V>::has_scale);
   const int key_heads = c.heads / c.group, in_use = c.in_use < 0 ? c.keys : c.in_use;
   std::mt19937 random(5);
-  Array<S> query(c.heads * c.queries * c.dim), output(c.heads * c.queries * c.value_dim);
+  const int query_stride = static_cast<int>(round_up(c.dim, 8));  // whole vectors
+  Array<S> query(c.heads * c.queries * query_stride), output(c.heads * c.queries * c.value_dim);
   Array<N> key(key_heads * c.keys * c.dim);
   Array<V> value(key_heads * c.keys * c.value_dim);
   Array<float> key_scale(key_heads * c.keys), value_scale(key_heads * c.keys);
@@ -160,7 +162,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     x.col = 1;
     return x;
   };
-  p.query = operand(query, c.queries, c.dim);
+  p.query = operand(query, c.queries, query_stride);
   p.key = operand(key, c.keys, c.dim);
   p.value = operand(value, c.keys, c.value_dim);
   if (kScaled) p.key_scale = operand(key_scale, c.keys, 1), p.value_scale = operand(value_scale, c.keys, 1);
@@ -197,7 +199,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   }
   // A pool [pages, heads, page, dim]: no sequence has the first page, and the others are in disorder.
   const int pages = c.page ? (c.keys + c.page - 1) / c.page : 1, per_page = c.page ? c.page : 1;
-  const int64_t of_pool = int64_t{pages + 1} * key_heads * per_page;
+  const int64_t of_pool = int64_t{pages + 1} * key_heads * per_page * c.col;
   Array<N> key_pool(of_pool * c.dim);
   Array<V> value_pool(of_pool * c.value_dim);
   Array<float> key_scale_pool(of_pool), value_scale_pool(of_pool);
@@ -208,21 +210,22 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     for (int64_t i = 0; i < value_pool.size(); ++i) value_pool[i] = About<V>::nan;
     for (int64_t i = 0; i < of_pool; ++i) key_scale_pool[i] = value_scale_pool[i] = NAN;
     for (int i = 0; i < pages; ++i) table[i] = 1 + i * 7 % pages;
-    const auto put = [&](auto& pool, auto& from, int dim) {
+    const auto put = [&](auto& pool, auto& from, int dim, int col = 1) {
       for (int64_t i = 0; i < from.size(); ++i) {
         const int64_t head = i / dim / c.keys, row = i / dim % c.keys;
-        pool[((table[row / c.page] * key_heads + head) * c.page + row % c.page) * dim + i % dim] = from[i];
+        pool[(((table[row / c.page] * key_heads + head) * c.page + row % c.page) * dim + i % dim) * col] = from[i];
       }
     };
-    put(key_pool, key, c.dim);
-    put(value_pool, value, c.value_dim);
+    put(key_pool, key, c.dim, c.col);
+    put(value_pool, value, c.value_dim, c.col);
     put(key_scale_pool, key_scale, 1);
     put(value_scale_pool, value_scale, 1);
     p.paging = {.table = table.data(), .per_entry = pages, .per_page = 1, .page_size = c.page, .pages = pages + 1};
-    p.key = operand(key_pool, c.page, c.dim);
-    p.value = operand(value_pool, c.page, c.value_dim);
-    p.key.page = int64_t{key_heads} * c.page * c.dim;
-    p.value.page = int64_t{key_heads} * c.page * c.value_dim;
+    p.key = operand(key_pool, c.page, c.dim * c.col);
+    p.value = operand(value_pool, c.page, c.value_dim * c.col);
+    p.key.page = int64_t{key_heads} * c.page * c.dim * c.col;
+    p.value.page = int64_t{key_heads} * c.page * c.value_dim * c.col;
+    p.key.col = p.value.col = c.col;
     if (kScaled) p.key_scale = operand(key_scale_pool, c.page, 1), p.value_scale = operand(value_scale_pool, c.page, 1);
     p.key_scale.page = p.value_scale.page = int64_t{key_heads} * c.page;
   }
@@ -255,7 +258,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         if ((c.right >= 0 && -distance > c.right) || (c.left >= 0 && distance > c.left) || hides(h, i, j)) continue;
         double score = 0;
         for (int d = 0; d < c.dim; ++d)
-          score += value_of(query[(h * c.queries + i) * c.dim + d]) * value_of(key[(of_group + j) * c.dim + d]);
+          score += value_of(query[(h * c.queries + i) * query_stride + d]) * value_of(key[(of_group + j) * c.dim + d]);
         score *= key_scale[of_group + j] * p.scale;
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         if (c.has_slopes) score -= slopes[h] * std::abs(distance);

@@ -69,6 +69,12 @@ ENTRIES = [
         program="check_eight_bits",
     ),
     Entry(
+        "pages",
+        (*SHARED, "csrc/cuda/mma/*", "tests/cuda/check_pages.cu"),
+        20,
+        program="check_pages",
+    ),
+    Entry(
         "equal runs",
         (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/equal_runs.py"),
         60,

@@ -25,7 +25,7 @@ struct DecodeMma {
   static_assert(kRows == 16 && kStep == kKeysPerTile);
 
   using Tile = std::conditional_t<kEight, EightBitTile<S, kKeys, kDim>, MmaTile<S, kKeys, kDim>>;
-  using Stored = std::conditional_t<kEight, uint8_t, S>;
+  using Number = std::conditional_t<kEight, uint8_t, S>;
   static constexpr int kPerNumber = kEight ? 2 : 1;  // numbers of the key in the place of one of the tile
   struct Stage {
     Tile key, value;
@@ -104,7 +104,7 @@ struct DecodeMma {
   // --- copies ---
 
   // Starts to copy the keys or the values of the tile that begins with `key`, if the warp wants it.
-  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Stored* data, int64_t cols, int64_t key,
+  __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Number* data, int64_t cols, int64_t key,
                                         int first_lane, bool wanted) {
     if (wanted) {
       const int rows = static_cast<int>(smaller(kKeys, task.last_key - key));
@@ -120,7 +120,7 @@ struct DecodeMma {
     }
     commit_copies();
   }
-  __device__ __forceinline__ void start_keys(Stage& stage, const Stored* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_keys(Stage& stage, const Number* data, int64_t key, bool wanted) {
     if constexpr (kPaged) {
       const bool of_key = thread.lane < kKeys;
       if (const int64_t row = key + thread.lane % kKeys; row < task.last_key)
@@ -129,7 +129,7 @@ struct DecodeMma {
     }
     start(stage.key, p.key, data, p.head_dim, key, 0, wanted);
   }
-  __device__ __forceinline__ void start_values(Stage& stage, const Stored* data, int64_t key, bool wanted) {
+  __device__ __forceinline__ void start_values(Stage& stage, const Number* data, int64_t key, bool wanted) {
     start(stage.value, p.value, data, p.value_dim, key, kKeys, wanted);
   }
 
@@ -140,8 +140,8 @@ struct DecodeMma {
   template <class M>
   __device__ __forceinline__ void go_over_keys(Output& output, float (&best)[2], float (&sum)[2]) {
     constexpr bool kHasMask = !std::is_same_v<M, NoMask>;
-    const Stored* const keys = head_of<Stored>(p, p.key, task.n, task.key_head);
-    const Stored* const values = head_of<Stored>(p, p.value, task.n, task.value_head);
+    const Number* const keys = head_of<Number>(p, p.key, task.n, task.key_head);
+    const Number* const values = head_of<Number>(p, p.value, task.n, task.value_head);
     Stage(&ring)[kStages] = shared.ring[thread.warp];
     int64_t key = task.first_key + kKeys * thread.warp;
     uint32_t wanted = 0;  // bit i: ring[i] gets a tile that shows some key

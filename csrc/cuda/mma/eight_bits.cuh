@@ -70,14 +70,14 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& first, uint32_t& 
   }
 }
 
-// Copies eight numbers of 8 bits, widened to S, into a vector of a tile, or zeros if they are not there.
+// Copies as CopyAsync, but numbers of 8 bits, which it widens to S.
 template <bool kE4m3>
 struct Widen {
   template <class S>
-  __device__ __forceinline__ void operator()(S* to, const uint8_t* from, bool there) const {
+  __device__ __forceinline__ void operator()(S* to, const uint8_t* row, int first, bool there) const {
     Vec16<uint32_t> wide{};
     if (there) {
-      const auto [low, high] = *reinterpret_cast<const Vec8*>(from);
+      const auto [low, high] = *reinterpret_cast<const Vec8*>(row + first);
       widen<S, kE4m3>(low, wide.at[0], wide.at[1]);
       widen<S, kE4m3>(high, wide.at[2], wide.at[3]);
     }

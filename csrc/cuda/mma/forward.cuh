@@ -14,9 +14,9 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: tiles of 16 rows per warp.
-// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits; a
-// tile of them is widened as it is loaded.
-template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false, bool kEight = false>
+// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kStored: how; a tile of 8 bits is
+// widened as it is loaded.
+template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false, Stored kStored = Stored::vectors>
 struct ForwardMma {
   // Returns the number of blocks whose registers must fit into a multiprocessor at a time, or 0 if the compiler chooses
   // how many registers a thread has. On an H100 three blocks per multiprocessor are faster than two. For few rows with
@@ -33,7 +33,8 @@ struct ForwardMma {
   static_assert(kKeysPerTile % kKeys == 0);
   static constexpr bool kFewRegisters = kDim > 64 && kTiles > 1;
   static constexpr int kDropoutAtOnce = kFewRegisters ? 1 : kKeys / 16;  // see ScoresMma::dropout_mask()
-  using Stored = std::conditional_t<kEight, uint8_t, S>;
+  static constexpr bool kEight = kStored == Stored::eight_bits;
+  using Number = std::conditional_t<kEight, uint8_t, S>;
   using Value = std::conditional_t<kEight, BFloat16, S>;  // see kSplitsWeights
   static_assert(!kEight || kTiles == 1);
 
@@ -44,8 +45,8 @@ struct ForwardMma {
     Task task;
     int64_t mask_base;  // where the batch entry begins in the mask
     Dropout dropout;
-    const Stored* key_data;  // of the batch entry and head
-    const Stored* value_data;
+    const Number* key_data;  // of the batch entry and head
+    const Number* value_data;
     RowTile<kRows> rows;
     // `maximum` and `sum` are read and written once per tile of keys, so registers need not keep them. `sum` holds one
     // number for each thread and row: the sum of the weights in the thread's own columns.
@@ -78,8 +79,8 @@ struct ForwardMma {
     if (task.rows == 0) return;
     const int64_t n = task.n;
     if (p.has_dropout) shared.dropout.set(p, n);
-    shared.key_data = head_of<Stored>(p, p.key, n, task.key_head);
-    shared.value_data = head_of<Stored>(p, p.value, n, task.value_head);
+    shared.key_data = head_of<Number>(p, p.key, n, task.key_head);
+    shared.value_data = head_of<Number>(p, p.value, n, task.value_head);
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if constexpr (kEight) shared.scales.set(p, task);
   }
@@ -95,7 +96,7 @@ struct ForwardMma {
   // Where registers are fewest, the address of each row is computed by a multiplication, because an addition would keep
   // the previous row's address in registers. `place`: see PagedRows.
   template <class Tile>
-  __device__ __forceinline__ void load_rows(Tile& tile, const Operand& x, const Stored* data, int64_t key, int keys,
+  __device__ __forceinline__ void load_rows(Tile& tile, const Operand& x, const Number* data, int64_t key, int keys,
                                             int64_t cols, int place) {
     const auto load = [&](auto copy) {
       if constexpr (kPaged)
@@ -107,6 +108,8 @@ struct ForwardMma {
     };
     if constexpr (kEight)
       with_eight_bits(x, [&]<bool kE4m3>() { load(Widen<kE4m3>{}); });
+    else if constexpr (kStored == Stored::numbers)
+      load(CopyNumbers{cols, x.col});
     else
       load(CopyAsync{});
   }
@@ -353,10 +356,13 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream) {
                                                          : run.template operator()<1>();
 }
 
-// Only blocks of few rows are instantiated, which saves compile time.
+template <class S, int kDim>
+Error launch_forward_numbers(const ForwardParams& p, Stream stream) {
+  return launch_blocks<ForwardMma<S, kDim, 1, true, true, Stored::numbers>>(p, stream);
+}
 template <class S, int kDim, bool kPaged>
 Error launch_forward_eight_bits(const ForwardParams& p, Stream stream) {
-  return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged, true>>(p, stream);
+  return launch_blocks<ForwardMma<S, kDim, 1, true, kPaged, Stored::eight_bits>>(p, stream);
 }
 
 }  // namespace attn::cuda

@@ -34,18 +34,34 @@ struct MmaTile {
   }
 };
 
-// Copies a vector as copy_async() does.
+// How keys and values are stored: in rows of vectors, in rows of any 16-bit numbers (reads_numbers()), or with 8 bits.
+enum class Stored { vectors, numbers, eight_bits };
+
+// Copy a vector to a tile: columns `first` to first + 7 of a row, or zeros if they are not `there`.
 struct CopyAsync {
-  __device__ __forceinline__ void operator()(void* to, const void* from, bool there) const {
-    copy_async(to, from, there);
+  template <class S>
+  __device__ __forceinline__ void operator()(S* to, const S* row, int first, bool there) const {
+    copy_async(to, row + first, there);
+  }
+};
+struct CopyNumbers {
+  int64_t cols, stride;  // of the row
+
+  template <class S>
+  __device__ __forceinline__ void operator()(S* to, const S* row, int first, bool there) const {
+    Vec16<S> numbers{};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      if (there && first + i < cols) numbers.at[i] = row[(first + i) * stride];
+    *reinterpret_cast<Vec16<S>*>(to) = numbers;
   }
 };
 
 // Starts to fill a tile with `rows` rows of `cols` numbers, and with zeros elsewhere. The rows must be vectors
 // (in_vectors(), launch.h). A thread copies one vector of each of its rows. These are the rows first_row + i, in the
 // order of i. from(first_row, i) returns where row first_row + i begins. The tile is complete after commit_copies(),
-// wait_for_copies() and a barrier. Called by kThreads threads, of which this one is `thread`. Copy: CopyAsync, or Widen
-// for numbers of 8 bits.
+// wait_for_copies() and a barrier. Called by kThreads threads, of which this one is `thread`. Copy: CopyAsync,
+// CopyNumbers, whose rows need not be vectors, or Widen for numbers of 8 bits.
 template <int kThreads = kMmaThreads, class S, int kRows, int kCols, class From, class Copy = CopyAsync>
 __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int rows, int64_t cols, From from,
                                           unsigned thread = thread_index(), Copy copy = {}) {
@@ -58,7 +74,7 @@ __device__ __forceinline__ void copy_tile(MmaTile<S, kRows, kCols>& tile, int ro
 #pragma unroll
   for (int i = 0; i < kRows; i += kRowsAtOnce)
     // If the distance of two rows is a multiple of 8, their vectors are permuted in the same way.
-    copy(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i) + first, i < left);
+    copy(kRowsAtOnce % 8 == 0 ? to + i * kCols : tile.at(first_row + i, vector), from(first_row, i), first, i < left);
 }
 // Row i begins offset(i) numbers behind `data`.
 template <class S, int kRows, int kCols, class N, class Offset>
