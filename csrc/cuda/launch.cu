@@ -106,8 +106,9 @@ bool uses_mma(const Problem& p) {
 }
 
 // Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
-// dropout, a cap, ALiBi, keys of 8 bits and pages without vectors take the kernels of all GPUs. So do few rows, whose keys those kernels cut
-// into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows there are.
+// dropout, a cap, ALiBi, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys
+// those kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many
+// rows there are.
 bool uses_wgmma(const Problem& p, const Gpu& gpu) {
 #ifdef ATTN_SM90A
   constexpr int64_t kFewRows = 64;

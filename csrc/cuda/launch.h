@@ -26,8 +26,8 @@ struct RngNumber {
 };
 
 // Whether tensor cores compute the forward and the gradients. Kernels with tensor cores read query, key, value,
-// grad_output and the mask in vectors (in_vectors()), but for reads_numbers(). If each row of the mask has one number for all keys (`col` is 0),
-// the row is a single vector that repeats this number.
+// grad_output and the mask in vectors (in_vectors()), but for reads_numbers(). If each row of the mask has one number
+// for all keys (`col` is 0), the row is a single vector that repeats this number.
 bool uses_mma(const Problem& p);
 
 // Whether 16-bit keys and values are read from pages one number at a time, because their rows are not vectors.
