@@ -138,6 +138,7 @@ CALLS = {
     "one row, pages": "L=1, S=100, paged=True",
     "pages, rows that are not aligned": "L=100, D=68, paged=True",
     "one row, pages, rows that are not aligned": "L=1, S=100, D=68, paged=True",
+    "pages, rows that are not aligned, invariant": "L=100, D=68, paged=True, invariant=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
     "8 bits": "L=100, eight=torch.int8",
     "8 bits, one row": "L=1, S=64, eight=torch.float8_e4m3fn",
@@ -152,7 +153,7 @@ ON_80 = {
     "invariant, float32": SIMT, "one row, float32": SIMT, "one row": DECODE, "16 rows": DECODE,
     "one row, mask": DECODE, "one row, cap": DECODE, "one row, many keys": DECODE,
     "one row, pages": DECODE, "8 bits, one row": DECODE, "8 bits, pages": DECODE,
-    "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
+    "pages, rows that are not aligned, invariant": SIMT, "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
     *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",
