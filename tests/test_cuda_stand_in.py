@@ -153,7 +153,8 @@ ON_80 = {
     "invariant, float32": SIMT, "one row, float32": SIMT, "one row": DECODE, "16 rows": DECODE,
     "one row, mask": DECODE, "one row, cap": DECODE, "one row, many keys": DECODE,
     "one row, pages": DECODE, "8 bits, one row": DECODE, "8 bits, pages": DECODE,
-    "pages, rows that are not aligned, invariant": SIMT, "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
+    "pages, rows that are not aligned, invariant": SIMT,
+    "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
     *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",

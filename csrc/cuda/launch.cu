@@ -92,9 +92,7 @@ static bool reads_vectors(const Problem& p) {
 
 // Never within Problem::invariant, where a sequence in pages has the bits that it has alone with its length. Alone, its
 // rows would have to be copied for tensor cores, which key lengths forbid.
-bool reads_numbers(const Problem& p) {
-  return p.paging.table && !p.invariant && !is_8_bit(p.key) && !reads_vectors(p);
-}
+bool reads_numbers(const Problem& p) { return p.paging.table && !p.invariant && !is_8_bit(p.key) && !reads_vectors(p); }
 
 // Kernels with tensor cores round weights to 16 bits. This is too inexact for a float32 mask and its gradient. Keys and
 // values whose rows are not vectors are copied first. With key lengths or pages, keys and values must not be copied,
