@@ -69,6 +69,7 @@ def test_enough_is_under_way(dim: int, bits: int) -> None:
     """So much that the memory's rate, and not its latency, binds."""
     card = model.Card()
     call = model.Call(1, 1, 1, 1, dim, bits)
-    assert model.BLOCKS[dim] * 128 * DECODE_LIMITS[f"{dim}"].registers <= 65536
+    limit = DECODE_LIMITS[f"{dim}, int8" if bits == 8 else f"{dim}"]
+    assert model.BLOCKS[dim] * 128 * limit.registers <= 65536
     needed = card.bytes_a_second / card.multiprocessors * card.latency
     assert model.under_way(call) >= 1.5 * needed

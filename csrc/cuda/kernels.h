@@ -51,15 +51,15 @@ Error with_padded_dim(int64_t dim, F f) {
 template <class S, int kDim, bool kPaged>
 Error launch_forward_mma(const ForwardParams& p, Stream stream);
 
+// The same where reads_numbers(), for any number of rows.
+template <class S, int kDim>
+Error launch_forward_numbers(const ForwardParams& p, Stream stream);
+
 // For decoding: at most kDecodeRows rows of a group of heads.
 template <class S, int kDim, bool kPaged>
 Error launch_decode_mma(const ForwardParams& p, Stream stream);
 
-// The same where reads_numbers().
-template <class S, int kDim>
-Error launch_forward_numbers(const ForwardParams& p, Stream stream);
-
-// The same for keys and values of 8 bits. S: the type of the query.
+// Both for keys and values of 8 bits. S: the type of the query.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_eight_bits(const ForwardParams& p, Stream stream);
 template <class S, int kDim, bool kPaged>

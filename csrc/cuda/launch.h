@@ -30,7 +30,8 @@ struct RngNumber {
 // for all keys (`col` is 0), the row is a single vector that repeats this number.
 bool uses_mma(const Problem& p);
 
-// Whether 16-bit keys and values are read from pages one number at a time, because their rows are not vectors.
+// Where uses_mma(): whether keys and values are read from pages one number at a time, because their rows are not
+// vectors.
 bool reads_numbers(const Problem& p);
 
 // Whether Hopper's tensor cores compute the forward. Within Problem::invariant it depends on the dtype, the sizes of a

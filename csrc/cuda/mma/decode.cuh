@@ -12,9 +12,9 @@
 
 namespace attn::cuda {
 
-// S: the type of query, key, value. kDim: head_dim of key and value, padded. kGeneral: see is_general(), but without
-// dropout. kPaged: whether keys and values are stored in pages. kEight: whether they have 8 bits; then a ring holds
-// numbers of 8 bits.
+// S: the type of the query, and of key and value of 16 bits. kDim: head_dim of key and value, padded. kGeneral: see
+// is_general(), but without dropout. kPaged: whether keys and values are stored in pages. kEight: whether they have 8
+// bits; then a ring holds numbers of 8 bits.
 template <class S, int kDim, bool kGeneral, bool kPaged, bool kEight = false>
 struct DecodeMma {
   static constexpr int kThreads = kMmaThreads, kWarps = kThreads / 32;

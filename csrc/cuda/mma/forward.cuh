@@ -13,9 +13,9 @@
 
 namespace attn::cuda {
 
-// S: the type of query, key, value. kDim: head_dim of key and value, padded. kTiles: tiles of 16 rows per warp.
-// kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kStored: how; a tile of 8 bits is
-// widened as it is loaded.
+// S: the type of the query, and of key and value of 16 bits. kDim: head_dim of key and value, padded. kTiles: tiles of
+// 16 rows per warp. kGeneral: see is_general(). kPaged: whether keys and values are stored in pages. kStored: how; a
+// tile of 8 bits is widened as it is loaded.
 template <class S, int kDim, int kTiles, bool kGeneral, bool kPaged = false, Stored kStored = Stored::vectors>
 struct ForwardMma {
   // Returns the number of blocks whose registers must fit into a multiprocessor at a time, or 0 if the compiler chooses
@@ -36,7 +36,7 @@ struct ForwardMma {
   static constexpr bool kEight = kStored == Stored::eight_bits;
   using Number = std::conditional_t<kEight, uint8_t, S>;
   using Value = std::conditional_t<kEight, BFloat16, S>;  // see kSplitsWeights
-  static_assert(!kEight || kTiles == 1);
+  static_assert(kStored == Stored::vectors || kTiles == 1);
 
   struct Shared {
     MmaTile<S, kRows, kDim> query;
@@ -356,6 +356,8 @@ Error launch_forward_mma(const ForwardParams& p, Stream stream) {
                                                          : run.template operator()<1>();
 }
 
+// Other ways to store keys and values are rare here, too. For them only blocks of few rows with kGeneral are
+// instantiated, which saves compile time.
 template <class S, int kDim>
 Error launch_forward_numbers(const ForwardParams& p, Stream stream) {
   return launch_blocks<ForwardMma<S, kDim, 1, true, true, Stored::numbers>>(p, stream);

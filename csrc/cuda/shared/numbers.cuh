@@ -49,7 +49,7 @@ enum class Factor { as_it_is, finite };
 // load would wait for the load before it. kMayBeEight: whether the numbers may have 8 bits.
 template <class T, bool kMayBeEight = false, class F>
 __device__ __forceinline__ void with_loaded(const Operand& x, F f) {
-  if constexpr (kMayBeEight && sizeof(T) == 4)
+  if constexpr (kMayBeEight)
     if (is_8_bit(x)) return f.template operator()<int8_t>();
   if (x.dtype == DType::f32)
     f.template operator()<float>();
