@@ -53,7 +53,7 @@ def test_waves() -> None:
 def test_memory_binds(dim: int) -> None:
     """While memory brings 16 keys, a multiprocessor could issue their instructions twice.
 
-    Those of 8 bits once, but with head_dim 64.
+    Of keys of 8 bits it could issue them once, except with head_dim 64.
     """
     card = model.Card()
     for bits, times in ((16, 2), (8, 1)):

@@ -119,7 +119,7 @@ int main() {
                                         .value_scale = 0x1p-10});
   check_decoding<Half, E4m3, 128, Int8>(
       {.name = "values of the other dtype, large scales", .queries = 1, .keys = 200, .value_scale = 0x1p13});
-  // Of which BFloat16 would lose the last digit, and the softmax nearly has one key only.
+  // BFloat16 has no place for the last digit of this number. With a scale of 4 one key has nearly all the weight.
   constexpr float kDigits = 1 + 0x1p-8f + 0x1p-12f;
   check_decoding<Half, Int8, 64>({.name = "digits of scales",
                                   .queries = 1,

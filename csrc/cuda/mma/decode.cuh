@@ -164,7 +164,7 @@ struct DecodeMma {
     }
     typename Fragments::Mask mask;
     if constexpr (kHasMask) read_mask<M>(mask, key);
-    float scales = 0;  // of lane i: that of key i of the tile, or of value i - kKeys
+    float scales = 0;  // lane i has the scale of key i of the tile or, from lane kKeys on, of value i - kKeys
     const auto read_scales = [&](int64_t key) {
       if constexpr (kEight) scales = shared.scales.of(p, task, thread.lane < kKeys, key + thread.lane % kKeys);
     };

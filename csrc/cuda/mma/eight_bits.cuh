@@ -28,7 +28,8 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& first, uint32_t& 
         const uint32_t above = __byte_perm(four ^ 0x80808080, 0x64646464, select);  // 2^10 + 2^7 + the number
         return multiply_add_two<S>(above, 0x3c003c00, 0xe480e480);                  // times 1, minus 2^10 + 2^7
       } else {
-        // Of -128 + i, which is stored as 128 + i, takes 2^8 from 2^7 + i; of i, takes 2^7 from 2^7 + i.
+        // The low seven bits of a number make 2^7 + i. The number is i, or i - 2^7 if its sign bit is set. So 2^7 is
+        // subtracted, or 2^8 if the sign bit is set.
         const uint32_t above = __byte_perm(four, 0x43434343, select);
         return multiply_add_two<S>(above & 0xff80ff80, 0xbf80bf80, above & 0xff7fff7f);  // times -1
       }
@@ -99,15 +100,15 @@ __device__ __forceinline__ float low_part(float weight) {
   return low == low ? low : 0;
 }
 
-// The scales of two tiles of keys and of their values, so that those of the next tile can be loaded while those of this
-// one are in use.
+// The scales of two tiles of keys and of their values. While the scales of one tile are in use, those of the next tile
+// are loaded.
 template <int kKeys>
 struct ScaleTiles : Scales {
   float numbers[2][2][kKeys];
 
   __device__ __forceinline__ const float* of_keys(int64_t key) const { return numbers[key / kKeys % 2][0]; }
   __device__ __forceinline__ const float* of_values(int64_t key) const { return numbers[key / kKeys % 2][1]; }
-  // Loads those of the tile that begins with `key`. Called by all threads; a barrier must follow.
+  // Loads the scales of the tile that begins with `key`. All threads call this. A barrier must follow.
   __device__ __forceinline__ void load(const ForwardParams& p, const Task& task, int64_t key) {
     static_assert(2 * kKeys <= kMmaThreads);
     const int i = thread_index();
