@@ -96,7 +96,9 @@ class Case:
 
     def bytes_of_keys(self, dtype: torch.dtype) -> int:
         """The bytes of key and value, which decoding has to read."""
-        heads, dims = self.kv_heads or self.heads, self.head_dim + (self.value_dim or self.head_dim)
+        heads, dims = self.kv_heads or self.heads, self.head_dim
+        if self.form != "latent":  # whose values are in the keys
+            dims += self.value_dim or self.head_dim
         return self.batch * heads * (self.keys or self.queries) * dims * dtype.itemsize
 
 

@@ -5,7 +5,9 @@ own time between two events around a call, which finds nothing of its inputs in 
 is a backend's time divided by ours (above 1: ours is faster). The peak is a matrix product's rate,
 or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
 backward under torch.use_deterministic_algorithms, as ours always is. "dense" is attn's own time for
-the same rows and keys without packing, pages, a window, sinks or keys of 8 bits.
+the same rows and keys without packing, pages, a window, sinks, keys of 8 bits or values that are
+the keys' first columns ("latent"). "peak" is, of a latent row, its part of 0.6 of the rate of
+products or of 0.85 of that of reading, whichever is more.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ DECODING = (
     (32, 32, 16, 4096, 128),
     (32, 4, 64, 4096, 64),
 )
+# Likewise of latent attention, whose keys have one head of 576 columns.
+LATENT = ((128, 32, 16384), (128, 1, 16384), (16, 64, 4096))
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}  # forms of a call
 
 
@@ -77,6 +81,15 @@ def decoding(dtypes: tuple[str, ...], form: str = "") -> list[Case]:
         )
         for heads, kv_heads, batch, keys, dim in DECODING
     ]
+
+
+def latent(dtypes: tuple[str, ...]) -> list[Case]:
+    return [
+        Case(f"latent {heads}:1 {batch} x {keys // 1024}k D576/512", batch, heads, 1, 576,
+             keys=keys, kv_heads=1, value_dim=512, passes=("forward",), dtypes=dtypes,
+             form="latent")
+        for heads, batch, keys in LATENT
+    ]  # fmt: skip
 
 
 def others(dtypes: tuple[str, ...]) -> list[Case]:
@@ -121,6 +134,7 @@ CASES = [
     *others(HALF),
     *forms(("bf16",)),
     *(case for form in EIGHT_BITS for case in decoding(("bf16",), form)),
+    *latent(("bf16",)),
     *over_length((1024, 4096), DIMS, ("f32",)),
     Case("4x32x1024 D64", 4, 32, 1024, passes=("double backward",), dtypes=("f32",)),
     *over_length(LENGTHS, DIMS, ("f16",)),
@@ -130,10 +144,12 @@ QUICK = [
     *forms(("bf16",)),
     *others(("bf16",)),
     *(case for form in EIGHT_BITS for case in decoding(("bf16",), form)),
+    *latent(("bf16",)),
 ]
 
 OURS = "attn"
 DENSE = "dense"
+PEAK = "peak"
 DETERMINISTIC = "FLASH det."
 BACKENDS = {
     "FLASH": SDPBackend.FLASH_ATTENTION,
@@ -202,7 +218,7 @@ def builtin_on(backend: SDPBackend) -> Callable[..., torch.Tensor]:
     return operator
 
 
-FORMS = ("packed", "window", "sinks", "pages", *EIGHT_BITS)
+FORMS = ("packed", "window", "sinks", "pages", "latent", *EIGHT_BITS)
 
 
 def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable[[], Any]:
@@ -215,6 +231,9 @@ def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable
         stored = [torch_attn.quantize_kv(x, EIGHT_BITS[case.form]) for x in tensors[1:]]
         (key, options["key_scale"]), (value, options["value_scale"]) = stored
         return run_of(torch_attn.sdpa, (tensors[0], key, value), options, which)
+    if case.form == "latent":
+        query, key, _ = tensors
+        return run_of(torch_attn.sdpa, (query, key, key[..., : case.value_dim]), options, which)
     batch, length = case.batch, case.queries
     starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * length
     if case.form == "window":
@@ -302,6 +321,8 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
     if case.form in EIGHT_BITS and on_hopper():  # half of the bytes; a short call waits, too
         return {DENSE: 1.3 if (case.batch, case.keys) == (1, 16384) or case.head_dim == 64 else 1.5}
+    if case.form == "latent" and on_hopper():
+        return {PEAK: 1.0}
     if case.form:
         return {DENSE: 0.95} if case.form == "packed" else {}
     if case.mask or which == "double backward":
@@ -370,6 +391,9 @@ def measure(
         row["of_peak"] = row["gbytes"] / peaks["read_gbytes"]
     elif "tflops" in row:
         row["of_peak"] = row["tflops"][OURS] / peaks["peak_tflops"][name]
+    if case.form == "latent":
+        products = row["tflops"][OURS] / peaks["peak_tflops"][name]
+        row["ratio"][PEAK] = max(products / 0.6, row["of_peak"] / 0.85)
     return row
 
 
@@ -401,7 +425,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     )
     for heading in ("shape", "pass", "dtype"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("attn ms", "TFLOP/s", "of peak", *BACKENDS, DENSE, "spread"):
+    for heading in ("attn ms", "TFLOP/s", "of peak", *BACKENDS, DENSE, PEAK, "spread"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def cell(row: dict[str, Any], who: str) -> str:
@@ -422,7 +446,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             f"{r['ms'][OURS]:.3f}" if OURS in r["ms"] else "[red]failed[/]",
             rate(r) if OURS in r["ms"] else "",
             f"{r['of_peak']:.0%}" if "of_peak" in r else "",
-            *(cell(r, who) for who in (*BACKENDS, DENSE)),
+            *(cell(r, who) for who in (*BACKENDS, DENSE, PEAK)),
             f"{max(r['spread'].values(), default=0):.0%}",
         )
     return table

@@ -249,25 +249,25 @@ MUTATIONS = {
         for name, file, place, wrong in (
             (
                 "copies are not published",
-                "forward",
+                "tasks",
                 "      wait_for_copies<0>();\n      «publish_writes();»",
                 ";",
             ),
             (
                 "keys are copied over some that are read",
-                "forward",
-                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      const",
+                "tasks",
+                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      start",
                 ";",
             ),
             (
                 "rows are copied over some that are read",
-                "forward",
+                "tasks",
                 "        «wait(shared.queries.empty[0], queries.parity ^ 1);»",
                 ";",
             ),
             (
                 "a task is set while the one before is read",
-                "forward",
+                "tasks",
                 "      «wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);»",
                 ";",
             ),
@@ -304,8 +304,8 @@ MUTATIONS = {
             (
                 "weights are packed while products read them",
                 "forward",
-                "        weigh(tile);\n        «keep_beside_products();»",
-                "pack_weights(weights, x[0]);",
+                "        w.weigh(tile);\n        «keep_beside_products();»",
+                "w.pack(weights);",
             ),
             (
                 "products have no fence",
@@ -313,7 +313,7 @@ MUTATIONS = {
                 "    «begin_products();»\n#pragma unroll\n    for (int k = 0; k < kKeys / 16",
                 ";",
             ),
-            ("barriers have no fence", "forward", "        «fence_inits();»", ";"),
+            ("barriers have no fence", "tasks", "      «fence_inits();»", ";"),
             (
                 "one warp says that all have read",
                 "wgmma",
@@ -322,8 +322,8 @@ MUTATIONS = {
             ),
             (
                 "a lane says that all have read the task",
-                "forward",
-                " attend(work, consumer, place);\n      «__syncwarp();»",
+                "tasks",
+                " attend(work);\n      «__syncwarp();»",
                 ";",
             ),
             (
@@ -364,6 +364,52 @@ MUTATIONS = {
             ),
         )
     },
+    **{
+        f"latent: {name}": ("cuda/wgmma/latent.cuh", place, wrong)
+        for name, place, wrong in (
+            (
+                "weights are stored over some that are read",
+                "    «wait(shared.given.empty[0], place.given.parity ^ 1);»",
+                ";",
+            ),
+            (
+                "weights are read before they are there",
+                "      «wait(shared.given.full[0], place.given.parity);»\n      wait",
+                ";",
+            ),
+            (
+                "a lane says that all have read the sums",
+                "      «__syncwarp();»  // all lanes have read the sums",
+                ";",
+            ),
+            ("weights are not published", "    «publish_writes();»", ";"),
+            (
+                "the last columns are read before they have arrived",
+                "if (k == kHalf / 16) «wait(shared.values.full[stage.stage], stage.parity);»",
+                ";",
+            ),
+            (
+                "the first columns are released before they are read",
+                "      «wait_for_products<0>(output[0]);»\n      arrive_once(shared.keys",
+                ";",
+            ),
+            (
+                "sums keep the scale of an earlier largest score",
+                "if («__all_sync(~0u, factor[0] == 1 && factor[1] == 1)») return;",
+                "true",
+            ),
+            (
+                "both halves of the output are the first",
+                "value = «shared.key[stage.stage].second.matrix()»;",
+                "shared.key[stage.stage].first.matrix()",
+            ),
+            (
+                "the second half is divided by a factor",
+                "      «give(place, w.sum, w.best, [] {});»",
+                "give(place, w.factor, w.best, [] {});",
+            ),
+        )
+    },
 }
 # Without these barriers the stand-in computes the same, because its shuffles wait for all lanes. A
 # search for races finds that one is missing.
@@ -390,6 +436,10 @@ BARRIERS = {
         "cuda/mma/decode.cuh",
         "      «__syncwarp();»  // all lanes have copied the values",
     ): "check_decode",
+    (
+        "cuda/wgmma/latent.cuh",
+        "      «__syncwarp();»  // all lanes have read their factors",
+    ): "check_latent_sm90",
     ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all threads of the row"): "check_forward",
     (
         "cuda/simt/tangent.cuh",
@@ -474,6 +524,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",
         "Hopper": "check_forward_sm90",
+        "latent": "check_latent_sm90",
     }
     program = programs.get(mutation.split(":")[0], "check_forward")
     number = 1 + [*MUTATIONS].index(mutation)
@@ -488,7 +539,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     "name",
     [
         *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
-        "check_pages",
+        *("check_pages", "check_latent_sm90"),
         *("check_merge", "check_backward", "check_derivatives"),
     ],
 )

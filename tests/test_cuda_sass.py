@@ -337,12 +337,40 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     assert count(copying, "LDL|STL") == 0
 
 
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
-def test_other_gpus_get_a_trap(architecture: str) -> None:
-    """nvcc would make an empty kernel of it for sm_90 without the letter, and say nothing."""
-    kernel, _ = compile_kernel(
-        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", architecture=(f"-arch=sm_{architecture}",)
+# What a warp issues for a tile of 64 keys, by what it does: (HGMMA, LDGSTS) and instructions.
+LATENT_LIMITS = {
+    "weigh": ((40, 0), 388),  # the first consumer: scores, weights, its half of the output
+    "receive": ((4, 0), 64),  # the second one
+    "copy": ((0, 40), 208),  # half of the producer, which copies the columns from 256 on
+}
+
+
+@pytest.mark.parametrize("loop", LATENT_LIMITS)
+def test_instructions_of_a_tile_of_latent_attention(loop: str) -> None:
+    kernel, said = compile_kernel("LatentWgmma<BFloat16, false>")
+    assert not re.search(r"C75\d\d|serializ", said), said
+    assert "0 bytes stack frame, 0 bytes spill stores" in said, said
+    counted, limit = LATENT_LIMITS[loop]
+    path = min(
+        (
+            path
+            for most in ("HGMMA", "LDGSTS")
+            for path in passes(kernel, (most,))
+            if (count(path, "HGMMA"), count(path, "LDGSTS")) == counted
+        ),
+        key=len,
     )
+    assert len(path) <= limit
+    assert max(int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)) < 200
+
+
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+@pytest.mark.parametrize(
+    "name", ["ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", "LatentWgmma<BFloat16, false>"]
+)
+def test_other_gpus_get_a_trap(name: str, architecture: str) -> None:
+    """nvcc would make an empty kernel of it for sm_90 without the letter, and say nothing."""
+    kernel, _ = compile_kernel(name, architecture=(f"-arch=sm_{architecture}",))
     names = [instruction.name for instruction in kernel.instructions]
     assert "BPT.TRAP" in names, names
     assert not any(name.startswith(("HGMMA", "STG")) for name in names)

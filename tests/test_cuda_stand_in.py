@@ -140,6 +140,17 @@ CALLS = {
     "one row, pages, rows that are not aligned": "L=1, S=100, D=68, paged=True",
     "pages, rows that are not aligned, invariant": "L=100, D=68, paged=True, invariant=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
+    "latent": "L=100, D=576, V=512, latent=True",
+    "latent, one row": "L=1, heads=16, key_heads=1, enable_gqa=True, D=576, V=512, latent=True",
+    "latent, many keys": "L=100, S=3000, D=576, V=512, latent=True",
+    "latent, pages": "L=100, D=576, V=512, paged=True, latent=True",
+    "latent, causal, odd sizes": "L=100, D=264, V=200, is_causal=True, latent=True",
+    "latent, values elsewhere": "L=100, D=576, V=512",
+    "latent, gradients": "L=100, D=576, V=512, latent=True, trains=True",
+    "latent, mask": "L=100, D=576, V=512, latent=True, attn_mask=torch.ones(100, 100).bool()",
+    "latent, invariant": "L=100, D=576, V=512, latent=True, invariant=True",
+    "latent, 8 bits": "L=100, D=576, V=512, latent=True, eight=torch.int8",
+    "latent, float32": "L=100, D=576, V=512, latent=True, dtype=torch.float32",
     "8 bits": "L=100, eight=torch.int8",
     "8 bits, one row": "L=1, S=64, eight=torch.float8_e4m3fn",
     "8 bits, one row, invariant": "L=1, S=64, eight=torch.int8, invariant=True",
@@ -149,6 +160,7 @@ CALLS = {
 }
 SIMT, MMA, DECODE = "ForwardSimt", "ForwardMma", "DecodeMma"
 ON_80 = {
+    **dict.fromkeys((name for name in CALLS if name.startswith("latent")), SIMT),
     "float32": SIMT, "float64": SIMT, "head_dim beyond 256": SIMT, "float32 mask": SIMT,
     "invariant, float32": SIMT, "one row, float32": SIMT, "one row": DECODE, "16 rows": DECODE,
     "one row, mask": DECODE, "one row, cap": DECODE, "one row, many keys": DECODE,
@@ -161,19 +173,26 @@ NOT_ON_WGMMA = {
     "dropout", "negative scale", "invariant, mask", "pages, rows that are not aligned",
     "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
 }  # fmt: skip
+MERGED = {"many keys", "latent, many keys"}
+LATENT = {
+    *("latent", "latent, one row", "latent, many keys", "latent, pages"),
+    "latent, causal, odd sizes",
+}
 PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn
 
 def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invariant=False,
-         paged=False, eight=None, **options):
+         paged=False, eight=None, latent=False, trains=False, **options):
     S, V = S or L, V or D
-    query = torch.randn(1, heads, L, D, dtype=dtype)
+    query = torch.randn(1, heads, L, D, dtype=dtype, requires_grad=trains)
     key, value = (torch.randn(1, key_heads, S, n, dtype=dtype) for n in (D, V))
     pool = torch.randn(2, 8, 16, key_heads, D, dtype=dtype)
     if eight:
         stored = [torch_attn.quantize_kv(x, eight) for x in (pool if paged else (key, value))]
         pool = key, value = [numbers for numbers, _ in stored]
         options |= {"key_scale": stored[0][1], "value_scale": stored[1][1]}
+    if latent:
+        value, pool = key[..., :V], (pool[0], pool[0][..., :V])
     with torch_attn.invariant() if invariant else contextlib.nullcontext():
         if not paged:
             return torch_attn.sdpa(query, key, value, **options)
@@ -196,9 +215,11 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
         expected = ON_80.get(name, MMA)
         if capability == 90 and name not in NOT_ON_WGMMA:
             expected = "ForwardWgmma"
-        kernels = set(re.findall(r"attn::cuda::((?:Forward|Decode)\w+)<", launches))
+        if capability == 90 and name in LATENT:
+            expected = "LatentWgmma"
+        kernels = set(re.findall(r"attn::cuda::((?:Forward|Decode|Latent)\w+)<", launches))
         assert kernels == {expected}, f"{name}: {launches}"
-        assert ("merge_splits" in launches) == (name == "many keys"), f"{name}: {launches}"
+        assert ("merge_splits" in launches) == (name in MERGED), f"{name}: {launches}"
 
 
 # (query heads, key heads, keys, bits of a key)
@@ -218,6 +239,24 @@ def test_splits_of_decoding(library: Path) -> None:
         key_heads * decode_model.splits_of(key_heads, heads // key_heads, keys, 8, bits)
         for heads, key_heads, keys, bits in DECODED
     ]
+
+
+# (heads, queries, keys)
+FEW_ROWS = [(2, 20, 400), (2, 20, 3000), (3, 64, 3000), (20, 17, 1500), (40, 33, 2000)]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_splits_of_17_to_64_rows(library: Path, capability: int) -> None:
+    """Likewise, but a second kernel merges."""
+    options = {**environment(library, 1, capability), "ATTN_STAND_IN_LAUNCHES": "1"}
+    calls = [f"L={L}, heads={heads}, key_heads={heads}, S={S}" for heads, L, S in FEW_ROWS]
+    printed = run_python("-c", PRINT_KERNELS, *calls, **options)
+    found = [int(n) for n in re.findall(r"launch of (\d+) blocks: .*ForwardMma", printed)]
+    expected = [n * decode_model.splits_of(n, 0, S, 8) for n, _, S in FEW_ROWS]
+    assert found == expected
+    assert printed.count("merge_splits") == sum(
+        blocks > heads for blocks, (heads, *_) in zip(found, FEW_ROWS, strict=True)
+    )
 
 
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)

@@ -35,10 +35,13 @@ constexpr int64_t forward_mma_rows(int tiles) { return 64 * tiles; }
 // The kernel for decoding takes at most so many rows of a group of heads. Each of its warps has all of them.
 constexpr int64_t kDecodeRows = 16;
 
-// The rows of a block and the keys of a tile of the forward on Hopper. With head_dim 256, shared memory holds two
-// stages of 80 keys.
-constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : 128; }
-constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : 80; }
+// The rows of a block and the keys of a tile of the forward on Hopper. Shared memory holds two stages of 80 keys with
+// head_dim 256, and of 64 keys with the larger ones of multi-head latent attention.
+constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : dim <= kMmaMaxDim ? 128 : 64; }
+constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
+
+// The largest sizes of multi-head latent attention.
+constexpr int64_t kLatentKeyDim = 576, kLatentValueDim = 512;
 
 // Calls f.template operator()<kDim>() with the padded head size.
 template <class F>
@@ -68,6 +71,10 @@ Error launch_decode_eight_bits(const ForwardParams& p, Stream stream);
 // On Hopper. The files of instances/ that instantiate it are traps for any other device.
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu);
+
+// Multi-head latent attention, likewise.
+template <class S>
+Error launch_latent_wgmma(const ForwardParams& p, const Gpu& gpu);
 
 // Computes grad_query, grad_key, grad_value, and grad_mask unless grad_mask is summed over rows. `delta` must have been
 // written before.

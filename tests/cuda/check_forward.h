@@ -92,6 +92,7 @@ struct Case {
   bool has_slopes = false;
   int mask_bytes = 0;            // of a number: 1, boolean; 2, as the query; 0: no mask. It hides a tile of keys wholly
   bool mask_is_of_rows = false;  // it has one number for all keys of a row, and hides none of them
+  bool latent = false;           // values are the first numbers of the keys, in the same memory
   float value_scale = 1;         // of values of 8 bits, beside what makes them as small as others
 };
 
@@ -116,6 +117,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   for (int64_t i = 0; i < query.size(); ++i) query[i] = draw<S>(random);
   for (int64_t i = 0; i < key.size(); ++i) key[i] = draw<N>(random);
   for (int64_t i = 0; i < value.size(); ++i) value[i] = draw<V>(random);
+  if constexpr (std::is_same_v<N, V>)
+    for (int64_t i = 0; c.latent && i < value.size(); ++i) value[i] = key[i / c.value_dim * c.dim + i % c.value_dim];
   for (int64_t i = 0; i < key_scale.size(); ++i) {
     key_scale[i] = value_scale[i] = 1;
     if constexpr (kScaled) {
@@ -229,6 +232,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     if (kScaled) p.key_scale = operand(key_scale_pool, c.page, 1), p.value_scale = operand(value_scale_pool, c.page, 1);
     p.key_scale.page = p.value_scale.page = int64_t{key_heads} * c.page;
   }
+  if (c.latent) p.value = p.key;
   p.rows_per_task = rows_per_task;
   p.splits = c.splits;
   p.keys_per_split = round_up(divide_up(c.keys, c.splits), tile);

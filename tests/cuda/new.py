@@ -57,6 +57,12 @@ ENTRIES = [
         program="check_forward_sm90",
     ),
     Entry(
+        "latent attention",
+        (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/check_latent_sm90.cu"),
+        20,
+        program="check_latent_sm90",
+    ),
+    Entry(
         "decoding",
         (*SHARED, "csrc/cuda/mma/*", "tests/cuda/check_decode.cu"),
         20,

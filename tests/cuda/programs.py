@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import shutil
 import site
@@ -17,8 +18,6 @@ PROGRAMS = sorted(path.stem for path in HERE.glob("check_*.cu"))
 MEASURING = ["variants_sm90"]  # which nothing but a GPU runs
 
 HOPPER = ["-gencode=arch=compute_90a,code=sm_90a", "-DATTN_SM90A"]
-# nvcc compresses nothing for one architecture, unless it is told to.
-COMPRESSED = ["-Xfatbin=-compress-all"]
 # A wait that lasts too long goes on, with wrong numbers, and the program ends.
 BOUNDED = ["-DATTN_BOUNDED_WAITS"]
 
@@ -39,11 +38,19 @@ def find(tool: str) -> str:
     return next((path for place in places if (path := shutil.which(tool, path=place))), "")
 
 
+@functools.cache
+def compressed(nvcc: str) -> list[str]:
+    """Options without which nvcc compresses nothing for one architecture: best since CUDA 12.8."""
+    known = subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
+    return ["--compress-mode=size" if "--compress-mode" in known else "-Xfatbin=-compress-all"]
+
+
 def compile_program(name: str, to: Path, *options: str) -> Path:
     """Compiles one for an H100 and, as PTX, for GPUs since 8.0; with nvcc's words if it refuses."""
     program = to / name
-    command = [find("nvcc"), "-std=c++20", "--expt-relaxed-constexpr", "-fmad=false"]
-    command += [*HOPPER, "-gencode=arch=compute_80,code=compute_80", *COMPRESSED, *options]
+    nvcc = find("nvcc")
+    command = [nvcc, "-std=c++20", "--expt-relaxed-constexpr", "-fmad=false", *compressed(nvcc)]
+    command += [*HOPPER, "-gencode=arch=compute_80,code=compute_80", *options]
     run = subprocess.run(
         [*command, f"-I{CSRC}", HERE / f"{name}.cu", "-o", program],
         capture_output=True,

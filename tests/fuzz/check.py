@@ -82,6 +82,8 @@ for threads in (1, 2, 3):
     assert all(torch.equal(again[n], first[n]) for n in first), f"{threads} threads"
 copies = {n: a if a is None else a.clone(memory_format=torch.contiguous_format)
           for n, a in x.items()}
+if x["key"].data_ptr() == x["value"].data_ptr() != 0:  # on a GPU other kernels compute with copies
+    copies["value"] = copies["key"][..., :x["value"].size(-1)]
 torch.manual_seed(7)
 again = solve(sdpa, copies, *more, **options)
 assert all(torch.equal(again[n], first[n]) for n in first), "contiguous copies"

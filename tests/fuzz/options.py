@@ -14,6 +14,7 @@ from .problem import (
     INPUTS,
     INTEGERS,
     LACKS,
+    OF_KEY,
     OF_SCALES,
     ON_CUDA,
     OPTIONS,
@@ -59,6 +60,7 @@ def with_options(rng: random.Random, problem: Problem, device: str) -> Problem:
     if "logsumexp" in chosen:
         problem = with_rows(rng, problem)
     problem = with_8_bits(rng, problem, device)
+    problem = with_latent(rng, problem, device)
     return problem if problem.vmap is None else with_mapped(rng, problem)
 
 
@@ -214,3 +216,32 @@ def with_mapped(rng: random.Random, problem: Problem) -> Problem:
         rank = len(dims) + (len(problem.lead) == 1 and name not in SCALES)
         in_dims[name] = rng.randrange(rank) if mapped else None
     return dataclasses.replace(problem, vmap=in_dims)
+
+
+def with_latent(rng: random.Random, problem: Problem, device: str) -> Problem:
+    """Values that are the first columns of the keys in some problems, as in latent attention."""
+    unfit = problem.mode != "forward" or problem.nan or problem.hidden or problem.weights
+    unfit = unfit or problem.vmap is not None
+    if unfit or set(problem.values.values()) & {*EIGHT} or rng.random() < 0.8:
+        return problem
+    sizes, layouts, dims = dict(problem.sizes), dict(problem.layouts), dict(problem.dims)
+    changes: dict[str, Any] = {}
+    if device in ON_CUDA and rng.random() < 0.8:  # what tensor cores take
+        sizes["E"] = rng.choice((264, 320, 512, 576))
+        sizes["Ev"] = rng.choice((8, 64, 200, 256, 264, 512))
+        sizes |= {n: min(sizes[n], 20) for n in "LS" if rng.random() < 0.8}
+        layouts = {n: seed for n, seed in layouts.items() if n not in ("query", "key")}
+        dims = {n: d for n, d in dims.items() if n not in ("attn_mask", "alibi_slopes")}
+        changes = {"softcap": 0.0, "dropout_p": 0.0, "dtype": rng.choice(("bfloat16", "float16"))}
+    sizes["Ev"] = min(sizes["Ev"], sizes["E"])
+    if problem.gqa:
+        sizes["Hv"] = sizes["Hk"]
+    of_key = ["Hv" if d == "Hk" else d for d in dims["key"][:-1]]
+    dims["value"] = (*of_key, "Ev")
+    layouts.pop("value", None)
+    changed = dataclasses.replace(
+        problem, sizes=sizes, dims=dims, values={**problem.values, "value": OF_KEY},
+        layouts={n: seed for n, seed in layouts.items() if n in dims},
+        dtypes={n: dtype for n, dtype in problem.dtypes.items() if n in dims}, **changes,
+    )  # fmt: skip
+    return changed if changed.lead == problem.lead else problem

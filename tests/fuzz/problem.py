@@ -73,6 +73,7 @@ EIGHT = {  # 0x7F and 0xFF are the NaNs of float8_e4m3fn
     "float8_e4m3fn": "(torch.randint(0, 127, {s}) + 128 * torch.randint(0, 2, {s}))"
     ".to(torch.uint8).view({d})",
 }
+OF_KEY = "of the key"  # a value, in the memory of the key's first columns
 OF_SCALES = {
     "normal": "torch.rand({s}, dtype={d}) / 40",
     "signs": "torch.randn({s}, dtype={d}) / 40",
@@ -325,6 +326,8 @@ class Problem:
                 f".reshape({(*lengths.shape, *[1] * last)})")  # fmt: skip
 
     def _tensor(self, name: str) -> str:
+        if self.values[name] == OF_KEY:
+            return f"x['key'][..., :{self.sizes['Ev']}]"
         text = {**EIGHT, **TABLES.get(name, VALUES)}[self.values[name]]
         dtype = f"torch.{self.dtypes[name]}" if name in self.dtypes else "dtype"
         if self.values[name] in ("bool", "rare"):

@@ -103,10 +103,12 @@ struct OnlineSoftmax {
   }
   // Divides row r of the output by the sum of its weights, writes it and its statistics. A row that saw no key outputs
   // 0, and its logsumexp without the sink is -inf. `total`: the sum of the weights in this lane's columns. `vectors`:
-  // writes_vectors(). `there`: whether the row exists. Called by all lanes of a warp.
+  // writes_vectors(). `there`: whether the row exists. `first`: the column of the output with which `output` begins;
+  // the statistics go with column 0. Called by all lanes of a warp.
   template <class S, int kOutputs>
   __device__ __forceinline__ void write(const OutputRow<float>& to, bool vectors, bool there,
-                                        const float (*output)[kOutputs][4], int r, float best, float total) const {
+                                        const float (*output)[kOutputs][4], int r, float best, float total,
+                                        int first = 0) const {
     const MmaThread thread;
     if (total == 0) best = 0;
     const float maximum = __fmul_rn(best, scale());
@@ -120,15 +122,16 @@ struct OnlineSoftmax {
       return total == 0 ? 0 * left : output[r / 2][n][2 * (r % 2) + c] * inverse;
     };
     if (vectors) {
-      write_vectors<S, kOutputs>(p.output, to.output_at, p.value_dim, there, value);
+      write_vectors<S, kOutputs>(p.output, to.output_at + first, p.value_dim - first, there, value);
     } else if (there) {
 #pragma unroll
       for (int n = 0; n < kOutputs; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if (thread.col(n) + c < p.value_dim) to.write(thread.col(n) + c, value(n, c));
+          if (const int col = first + thread.col(n) + c; col < p.value_dim) to.write(col, value(n, c));
     }
-    if (thread.place == 0 && there) to.write_statistics(logsumexp, total == 0 ? -infinity<float>() : maximum);
+    if (thread.place == 0 && there && first == 0)
+      to.write_statistics(logsumexp, total == 0 ? -infinity<float>() : maximum);
   }
 };
 
