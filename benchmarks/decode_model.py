@@ -75,15 +75,12 @@ def of_split(keys: int, splits: int) -> int:
 
 
 def splits_of(tasks: int, rows: int, keys: int, multiprocessors: int, bits: int = 16) -> int:
-    """As splits_of_few_rows() in csrc/cuda/launch.cu; tests/test_cuda_stand_in.py compares them.
-
-    rows: of a task; 0 if a second kernel merges, as with more than 16.
-    """
+    """As decode_splits() in csrc/cuda/launch.cu; tests/test_cuda_stand_in.py compares them."""
     times = 16 // bits
 
     def time(splits: int) -> int:
         blocks = math.ceil(tasks * splits / multiprocessors)
-        merge = 64 + 20 * math.ceil(rows / 4) * (3 + math.ceil(splits / 8)) if rows else 192
+        merge = 64 + 20 * math.ceil(rows / 4) * (3 + math.ceil(splits / 8))
         return blocks * (of_split(keys, splits) + 128 * times) + (splits > 1) * merge * times
 
     if keys < 8 * TILE:

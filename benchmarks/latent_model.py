@@ -48,7 +48,7 @@ class Simulation:
         self.copies: list[list[tuple[float, float]]] = [[], []]  # when bytes can come, and how many
         self.busy = 0.0  # cycles of tensor cores
 
-    def seconds_of(self, cycles: float) -> Iterator[Callable[[], bool]]:
+    def pass_time(self, cycles: float) -> Iterator[Callable[[], bool]]:
         end = self.now + cycles
         yield lambda: self.now >= end
 
@@ -62,20 +62,20 @@ class Simulation:
             for ring, columns in enumerate((FIRST, SECOND)):
                 yield lambda tile=tile, ring=ring: self.arrived[ring] > tile
                 yield from self.multiply(0, columns / 16 * t.scores)
-            yield from self.seconds_of(t.sync + t.weigh)
+            yield from self.pass_time(t.sync + t.weigh)
             yield lambda tile=tile: self.taken >= tile
-            yield from self.seconds_of(t.give)
+            yield from self.pass_time(t.give)
             self.given += 1
             yield from self.multiply(0, KEYS / 16 * t.output)
-            yield from self.seconds_of(t.sync)
+            yield from self.pass_time(t.sync)
             self.read[0] += 1
 
     def receive(self) -> Iterator[Callable[[], bool]]:
         for tile in range(self.tiles):
             yield lambda tile=tile: self.given > tile
-            yield from self.seconds_of(self.times.sync)
+            yield from self.pass_time(self.times.sync)
             yield from self.multiply(1, KEYS / 16 * self.times.output)
-            yield from self.seconds_of(self.times.sync)
+            yield from self.pass_time(self.times.sync)
             self.taken += 1
             self.read[1] += 1
 

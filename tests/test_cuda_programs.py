@@ -365,6 +365,42 @@ MUTATIONS = {
         )
     },
     **{
+        f"latent, 8.0: {name}": ("cuda/mma/latent.cuh", place, wrong)
+        for name, place, wrong in (
+            (
+                "keys are read before they have arrived",
+                "      «wait_for_copies<0>();»\n      __syncthreads();  // the keys",
+                ";",
+            ),
+            (
+                "keys are copied over some that are read",
+                "      «__syncthreads();»  // the keys are copied, and the previous",
+                ";",
+            ),
+            (
+                "weights are read before they are there",
+                "      «__syncthreads();»  // the weights are there",
+                ";",
+            ),
+            (
+                "largest scores are read before they are there",
+                "    «__syncthreads();»\n#pragma unroll\n    for (int r = 0; r < 2; ++r) {\n"
+                "      const int i = own + thread.group + 8 * r;\n      x[r] = combine",
+                ";",
+            ),
+            (
+                "pages are looked up that the table does not have",
+                "if («key >= shared.task.last_key») return 0;",
+                "false",
+            ),
+            (
+                "both halves of the output are the first",
+                "lane / 16, «half * kHalf / 16» + n / 2)",
+                "0",
+            ),
+        )
+    },
+    **{
         f"latent: {name}": ("cuda/wgmma/latent.cuh", place, wrong)
         for name, place, wrong in (
             (
@@ -378,8 +414,8 @@ MUTATIONS = {
                 ";",
             ),
             (
-                "a lane says that all have read the sums",
-                "      «__syncwarp();»  // all lanes have read the sums",
+                "a lane says that all have read",
+                "    «__syncwarp();»  // all lanes have read",
                 ";",
             ),
             ("weights are not published", "    «publish_writes();»", ";"),
@@ -395,7 +431,7 @@ MUTATIONS = {
             ),
             (
                 "sums keep the scale of an earlier largest score",
-                "if («__all_sync(~0u, factor[0] == 1 && factor[1] == 1)») return;",
+                "Softmax::rescale(output[0], w.factor)",
                 "true",
             ),
             (
@@ -404,9 +440,9 @@ MUTATIONS = {
                 "shared.key[stage.stage].first.matrix()",
             ),
             (
-                "the second half is divided by a factor",
-                "      «give(place, w.sum, w.best, [] {});»",
-                "give(place, w.factor, w.best, [] {});",
+                "the second half is divided by the largest score",
+                "      «put(shared.sum, w.sum);»",
+                "put(shared.sum, w.best);",
             ),
         )
     },
@@ -436,10 +472,6 @@ BARRIERS = {
         "cuda/mma/decode.cuh",
         "      «__syncwarp();»  // all lanes have copied the values",
     ): "check_decode",
-    (
-        "cuda/wgmma/latent.cuh",
-        "      «__syncwarp();»  // all lanes have read their factors",
-    ): "check_latent_sm90",
     ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all threads of the row"): "check_forward",
     (
         "cuda/simt/tangent.cuh",
@@ -525,6 +557,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
         "backward without tensor cores": "check_backward_simt",
         "Hopper": "check_forward_sm90",
         "latent": "check_latent_sm90",
+        "latent, 8.0": "check_latent",
     }
     program = programs.get(mutation.split(":")[0], "check_forward")
     number = 1 + [*MUTATIONS].index(mutation)
@@ -539,7 +572,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     "name",
     [
         *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
-        *("check_pages", "check_latent_sm90"),
+        *("check_pages", "check_latent", "check_latent_sm90"),
         *("check_merge", "check_backward", "check_derivatives"),
     ],
 )

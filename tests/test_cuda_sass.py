@@ -191,6 +191,7 @@ LIMITS = {
     "forward with a mask, 128": masked(128, 1446, boolean=False),
     "forward with a boolean mask, 64": masked(64, 1071, boolean=True),
     "forward with a boolean mask, 128": masked(128, 1481, boolean=True),
+    "latent": Limit("LatentMma<BFloat16>", "ForwardParams", 68, 500, most=("LDGSTS",)),
     "grad_query, 64": backward(64, "query", 192),
     "grad_query, 128": backward(128, "query", 192),
     "grad_key and grad_value, 64": backward(64, "key_and_value", 128),
@@ -306,7 +307,7 @@ HOPPER_LIMITS = {
         "ForwardWgmma<BFloat16, 128, 2, 128, 2, false>", 16, 488, 208, 32, 168
     ),
     "forward, 256": HopperLimit(
-        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 232, 40, 196
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 224, 40, 196
     ),
 }
 

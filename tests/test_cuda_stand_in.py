@@ -145,7 +145,9 @@ CALLS = {
     "latent, many keys": "L=100, S=3000, D=576, V=512, latent=True",
     "latent, pages": "L=100, D=576, V=512, paged=True, latent=True",
     "latent, causal, odd sizes": "L=100, D=264, V=200, is_causal=True, latent=True",
-    "latent, values elsewhere": "L=100, D=576, V=512",
+    "latent, a copy of the values": "L=100, D=576, V=512",
+    "latent, values of one head": "L=100, D=576, V=512, latent=True, one_head=True",
+    "latent, query not aligned": "L=100, D=576, V=512, latent=True, beside=4",
     "latent, gradients": "L=100, D=576, V=512, latent=True, trains=True",
     "latent, mask": "L=100, D=576, V=512, latent=True, attn_mask=torch.ones(100, 100).bool()",
     "latent, invariant": "L=100, D=576, V=512, latent=True, invariant=True",
@@ -182,9 +184,9 @@ PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn
 
 def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invariant=False,
-         paged=False, eight=None, latent=False, trains=False, **options):
+         paged=False, eight=None, latent=False, one_head=False, trains=False, beside=0, **options):
     S, V = S or L, V or D
-    query = torch.randn(1, heads, L, D, dtype=dtype, requires_grad=trains)
+    query = torch.randn(1, heads, L, D + beside, dtype=dtype)[..., :D].requires_grad_(trains)
     key, value = (torch.randn(1, key_heads, S, n, dtype=dtype) for n in (D, V))
     pool = torch.randn(2, 8, 16, key_heads, D, dtype=dtype)
     if eight:
@@ -193,6 +195,8 @@ def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invarian
         options |= {"key_scale": stored[0][1], "value_scale": stored[1][1]}
     if latent:
         value, pool = key[..., :V], (pool[0], pool[0][..., :V])
+        if one_head:
+            value = value[:, :1].expand(value.shape)
     with torch_attn.invariant() if invariant else contextlib.nullcontext():
         if not paged:
             return torch_attn.sdpa(query, key, value, **options)
@@ -215,8 +219,8 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
         expected = ON_80.get(name, MMA)
         if capability == 90 and name not in NOT_ON_WGMMA:
             expected = "ForwardWgmma"
-        if capability == 90 and name in LATENT:
-            expected = "LatentWgmma"
+        if name in LATENT:
+            expected = "LatentWgmma" if capability == 90 else "LatentMma"
         kernels = set(re.findall(r"attn::cuda::((?:Forward|Decode|Latent)\w+)<", launches))
         assert kernels == {expected}, f"{name}: {launches}"
         assert ("merge_splits" in launches) == (name in MERGED), f"{name}: {launches}"
@@ -241,22 +245,25 @@ def test_splits_of_decoding(library: Path) -> None:
     ]
 
 
-# (heads, queries, keys)
-FEW_ROWS = [(2, 20, 400), (2, 20, 3000), (3, 64, 3000), (20, 17, 1500), (40, 33, 2000)]
+# (heads, queries, keys) and the number of splits that fill one wave of 4 x 8 blocks.
+FEW_ROWS = {
+    (2, 20, 400): 1,
+    (2, 20, 3000): 10,
+    (3, 64, 3000): 10,
+    (9, 33, 2000): 3,
+    (20, 17, 1500): 1,
+}
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_splits_of_17_to_64_rows(library: Path, capability: int) -> None:
-    """Likewise, but a second kernel merges."""
+    """There are never more blocks than run at a time, and a second kernel merges splits."""
     options = {**environment(library, 1, capability), "ATTN_STAND_IN_LAUNCHES": "1"}
     calls = [f"L={L}, heads={heads}, key_heads={heads}, S={S}" for heads, L, S in FEW_ROWS]
     printed = run_python("-c", PRINT_KERNELS, *calls, **options)
     found = [int(n) for n in re.findall(r"launch of (\d+) blocks: .*ForwardMma", printed)]
-    expected = [n * decode_model.splits_of(n, 0, S, 8) for n, _, S in FEW_ROWS]
-    assert found == expected
-    assert printed.count("merge_splits") == sum(
-        blocks > heads for blocks, (heads, *_) in zip(found, FEW_ROWS, strict=True)
-    )
+    assert found == [heads * splits for (heads, *_), splits in FEW_ROWS.items()]
+    assert printed.count("merge_splits") == sum(splits > 1 for splits in FEW_ROWS.values())
 
 
 RNG_STATE = (2**63 - 12345, 2**31 + 5, 7)

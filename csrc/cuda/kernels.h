@@ -40,8 +40,8 @@ constexpr int64_t kDecodeRows = 16;
 constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : dim <= kMmaMaxDim ? 128 : 64; }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
 
-// The largest sizes of multi-head latent attention.
-constexpr int64_t kLatentKeyDim = 576, kLatentValueDim = 512;
+// The largest sizes of multi-head latent attention, and the rows of a block on a GPU other than Hopper.
+constexpr int64_t kLatentKeyDim = 576, kLatentValueDim = 512, kLatentMmaRows = 32;
 
 // Calls f.template operator()<kDim>() with the padded head size.
 template <class F>
@@ -72,9 +72,11 @@ Error launch_decode_eight_bits(const ForwardParams& p, Stream stream);
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu);
 
-// Multi-head latent attention, likewise.
+// Multi-head latent attention, on Hopper and on any GPU.
 template <class S>
 Error launch_latent_wgmma(const ForwardParams& p, const Gpu& gpu);
+template <class S>
+Error launch_latent_mma(const ForwardParams& p, Stream stream);
 
 // Computes grad_query, grad_key, grad_value, and grad_mask unless grad_mask is summed over rows. `delta` must have been
 // written before.

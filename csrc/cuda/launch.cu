@@ -114,33 +114,33 @@ bool uses_mma(const Problem& p) {
          larger(p.head_dim, p.value_dim) <= kMmaMaxDim;
 }
 
-// Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt). Masks,
-// dropout, a cap, ALiBi, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys
-// those kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many
-// rows there are.
-bool uses_wgmma(const Problem& p, const Gpu& gpu) {
+// Kernels for Hopper are compiled for sm_90a alone. Builds say whether they are (setup.py, CMakeLists.txt).
+static bool has_wgmma(const Gpu& gpu) {
 #ifdef ATTN_SM90A
-  constexpr int64_t kFewRows = 64;
-  return gpu.capability == 90 && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) && !reads_numbers(p) &&
-         (p.invariant || p.rows() > kFewRows);
+  return gpu.capability == 90;
 #else
   return false;
 #endif
 }
 
-// Whether the kernel of multi-head latent attention computes the forward, on Hopper: the values are the first columns
-// of the keys, in the same memory. Not with gradients, whose kernels of these head sizes compute in float32, so that
-// they have the exact output. Nor within Problem::invariant, where a copy of the values has to give the same bits.
-static bool uses_latent(const ForwardParams& p, const Gpu& gpu) {
-#ifdef ATTN_SM90A
+// Masks, dropout, a cap, ALiBi, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose
+// keys those kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how
+// many rows there are.
+bool uses_wgmma(const Problem& p, const Gpu& gpu) {
+  constexpr int64_t kFewRows = 64;
+  return has_wgmma(gpu) && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) && !reads_numbers(p) &&
+         (p.invariant || p.rows() > kFewRows);
+}
+
+// Whether the kernels of multi-head latent attention compute the forward: the values are the first columns of the
+// keys, in the same memory. Not if derivatives may follow: their kernels of these head sizes compute in float32, and
+// expect an output as exact. Nor within Problem::invariant, where a copy of the values has to give the same bits.
+static bool uses_latent(const ForwardParams& p) {
   const bool is_16_bits = (p.query.dtype == DType::bf16 || p.query.dtype == DType::f16) && !is_8_bit(p.key);
   const bool fits = p.head_dim > kMmaMaxDim && p.head_dim <= kLatentKeyDim &&
                     p.value_dim <= smaller(p.head_dim, kLatentValueDim) && p.key_heads == p.value_heads;
-  return gpu.capability == 90 && is_16_bits && fits && !is_general(p) && !has_score_mod(p) && !p.invariant &&
-         !p.logsumexp && in_vectors(p, p.query, p.head_dim) && reads_vectors(p) && lie_together(p, p.key, p.value);
-#else
-  return false;
-#endif
+  return is_16_bits && fits && !is_general(p) && !p.invariant && !p.logsumexp && in_vectors(p, p.query, p.head_dim) &&
+         reads_vectors(p) && lie_together(p, p.key, p.value);
 }
 
 // Whether the kernel for decoding computes the forward. Within Problem::invariant it never does, because the bits of a
@@ -162,19 +162,17 @@ static int64_t keys_to_split(const RowParams& p, int64_t tile = kKeysPerTile) {
   return smaller(keys, visible_keys(sequence_of(p, 0), {0, p.queries}).last);
 }
 
-// Returns the number of splits with which the busiest multiprocessor ends first, if a task has all rows of a group.
-// Memory binds, so its blocks take as long side by side as one after the other. `merged`: the rows of a task that the
-// block of its last split merges; 0 if a second kernel merges. The constants are counted in keys that could be read
-// meanwhile, twice as many if they have 8 bits: to start a block, to clear counters, for a round of loads of the merge,
-// in which a warp has eight splits of a row, and to launch a kernel. They are assumed.
-static int64_t splits_of_few_rows(const ForwardParams& p, int64_t merged, int64_t keys, int64_t tile,
-                                  int64_t multiprocessors) {
-  const int64_t times = is_8_bit(p.key) ? 2 : 1, start = 128 * times, clear = 64 * times, round = 20 * times;
-  const int64_t launch = 192 * times, tasks = p.tasks();
+// Returns the number of splits with which the busiest multiprocessor ends first, if it takes `rows` rows of each task.
+// Memory binds, so its blocks take as long side by side as one after the other. The constants are counted in keys that
+// could be read meanwhile, twice as many if they have 8 bits: to start a block, to clear counters, and for a round of
+// loads of the merge, in which a warp has eight splits of a row. They are assumed.
+static int64_t decode_splits(int64_t tasks, int64_t rows, int64_t keys, int64_t tile, int64_t multiprocessors,
+                             bool of_8_bits) {
+  const int64_t times = of_8_bits ? 2 : 1, start = 128 * times, clear = 64 * times, round = 20 * times;
   int64_t best = 1, least = divide_up(tasks, multiprocessors) * (keys + start);
   for (int64_t splits = 2; splits <= keys / (4 * tile); ++splits) {
     const int64_t blocks = divide_up(tasks * splits, multiprocessors);
-    const int64_t merge = merged ? clear + round * divide_up(merged, 4) * (3 + divide_up(splits, 8)) : launch;
+    const int64_t merge = clear + round * divide_up(rows, 4) * (3 + divide_up(splits, 8));
     if (blocks * start + keys * tasks / multiprocessors + merge > least) break;  // and so on for more splits
     const int64_t time = blocks * (round_up(divide_up(keys, splits), tile) + start) + merge;
     if (time < least) best = splits, least = time;
@@ -187,11 +185,14 @@ static bool takes_few_rows(const Problem& p) { return is_8_bit(p.key) || reads_n
 
 void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t dim = larger(p.head_dim, p.value_dim);
-  const bool on_hopper = uses_wgmma(p, gpu) || uses_latent(p, gpu), decodes = uses_decode(p);
+  const bool is_latent = uses_latent(p), decodes = uses_decode(p);
+  const bool on_hopper = uses_wgmma(p, gpu) || (is_latent && has_wgmma(gpu));
   const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
   p.rows_per_task = decodes ? kDecodeRows : kSimtTile;
   if (on_hopper)
     p.rows_per_task = forward_wgmma_rows(dim);
+  else if (is_latent)
+    p.rows_per_task = kLatentMmaRows;
   else if (uses_mma(p) && !decodes)
     p.rows_per_task =
         forward_mma_rows(p.rows() > forward_mma_rows(1) && !takes_few_rows(p) ? forward_mma_tiles(dim) : 1);
@@ -199,19 +200,17 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   p.keys_per_split = round_up(larger(1, keys), tile);
   if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
   p.counter_count = p.order.at_once > 0 ? 1 : 0;
-  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. Up to 64
-  // rows of a group are one tile, and blocks spend their time waiting for K and V; without tensor cores, twice as many
-  // blocks are wanted then, because more blocks, each with less to do, keep more reads under way. On Hopper a
-  // multiprocessor runs one block at a time, and a second wave of blocks would cost more than splits gain. With splits
+  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles: as many as
+  // run at a time, because a second wave of blocks would cost more than it gains. Up to 64 rows of a group are one
+  // tile, and blocks spend their time waiting for K and V. Twice as many blocks are wanted then, because more blocks,
+  // each with less to do, keep more reads under way. On Hopper a multiprocessor runs one block at a time. With splits
   // the bits of a row depend on the rest of the batch, so Problem::invariant forbids splits. Without splits,
   // rows_per_task changes no bits of a kernel.
-  const bool has_few_rows = uses_mma(p) && !on_hopper && p.row_tasks() == 1;
-  const int64_t at_a_time = on_hopper ? 1 : p.row_tasks() == 1 ? 4 : 2;
+  const int64_t at_a_time = on_hopper ? 1 : p.row_tasks() == 1 && !is_latent ? 4 : 2;
   const int64_t wanted = at_a_time * gpu.multiprocessors, enough_keys = 4 * tile;
-  if (p.invariant || p.rows() == 0 || keys < 2 * enough_keys || (!has_few_rows && p.tasks() >= wanted)) return;
-  const int64_t most = on_hopper ? wanted / p.tasks() : divide_up(wanted, p.tasks());
-  const int64_t splits = has_few_rows ? splits_of_few_rows(p, decodes ? p.rows() : 0, keys, tile, gpu.multiprocessors)
-                                      : smaller(most, keys / enough_keys);
+  if (p.invariant || p.rows() == 0 || keys < 2 * enough_keys || (!decodes && p.tasks() >= wanted)) return;
+  const int64_t splits = decodes ? decode_splits(p.tasks(), p.rows(), keys, tile, gpu.multiprocessors, is_8_bit(p.key))
+                                 : smaller(wanted / p.tasks(), keys / enough_keys);
   if (splits < 2) return;
   p.keys_per_split = round_up(divide_up(keys, splits), tile);
   p.splits = divide_up(keys, p.keys_per_split);
@@ -236,11 +235,15 @@ Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
     return p.paging.table ? on_tensor_cores.template operator()<S, kDim, true>()
                           : on_tensor_cores.template operator()<S, kDim, false>();
   };
-  const auto run = [&]() -> Error {
+  const auto latent = [&]<class S>() {
 #ifdef ATTN_SM90A
-    if (uses_latent(p, gpu))
-      return p.query.dtype == DType::bf16 ? launch_latent_wgmma<BFloat16>(p, gpu) : launch_latent_wgmma<Half>(p, gpu);
+    if (has_wgmma(gpu)) return launch_latent_wgmma<S>(p, gpu);
 #endif
+    return launch_latent_mma<S>(p, gpu.stream);
+  };
+  const auto run = [&]() -> Error {
+    if (uses_latent(p))
+      return p.query.dtype == DType::bf16 ? latent.template operator()<BFloat16>() : latent.template operator()<Half>();
     if (uses_mma(p)) return with_mma(p, with_pages);
     return with_simt(p, [&]<class T>() { return launch_forward_simt<T>(p, gpu.stream); });
   };

@@ -56,11 +56,17 @@ ENTRIES = [
         30,
         program="check_forward_sm90",
     ),
-    Entry(
-        "latent attention",
-        (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", "tests/cuda/check_latent_sm90.cu"),
-        20,
-        program="check_latent_sm90",
+    *(
+        Entry(
+            name,
+            (*SHARED, "csrc/cuda/mma/*", "csrc/cuda/wgmma/*", f"tests/cuda/{program}.cu"),
+            20,
+            program=program,
+        )
+        for name, program in (
+            ("latent attention on Hopper", "check_latent_sm90"),
+            ("latent attention", "check_latent"),
+        )
     ),
     Entry(
         "decoding",

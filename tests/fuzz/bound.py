@@ -65,7 +65,7 @@ def arithmetic(problem: Problem, capability: str) -> Arithmetic:
     plain = Arithmetic(u, 4 * u)
     exact_weights = "attn_mask" in problem.dtypes
     if capability in ON_CUDA:
-        # On Hopper, latent attention rounds weights; the other kernels of large heads do not.
+        # Latent attention rounds weights; the other kernels of large heads do not.
         large = max(problem.sizes["E"], problem.sizes["Ev"]) > 256
         large = large and problem.values["value"] != OF_KEY
         if large or exact_weights or problem.dtype not in ("bfloat16", "float16"):

@@ -97,6 +97,16 @@ struct OnlineSoftmax {
     return total[0] + total[1];
   }
 
+  // Multiplies the output of a tile of 16 rows so far by its rows' factors. Seldom a largest score has risen, and a
+  // factor of 1 would change no bits. Called by all lanes.
+  template <int kOutputs>
+  static __device__ __forceinline__ void rescale(float (&output)[kOutputs][4], const float (&factor)[2]) {
+    if (__all_sync(~0u, factor[0] == 1 && factor[1] == 1)) return;
+#pragma unroll
+    for (auto& four : output)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] *= factor[i / 2];
+  }
   // Whether write() writes rows of the output in vectors.
   static __device__ __forceinline__ bool writes_vectors(const ForwardParams& p) {
     return p.splits == 1 && !p.residual.data && takes_vectors(p, p.output, p.value_dim);

@@ -19,24 +19,32 @@ struct LatentTile {
 
 template <class S, int kStages>
 struct LatentTiles {
+  static constexpr int kRows = LatentTile<S>::kLength;
   LatentTile<S> query, key[kStages];
-  // What the first consumer gives to the second one: for each tile the weights and the factor of the sums so far, and
-  // at the end of a task, as factor and best, the sum and the largest score.
-  PanelTile<S, 64, 64> weights;
-  float factor[64], best[64];
+  // What the first consumer gives to the second one: for each tile, and for a task when its tiles are over.
+  PanelTile<S, kRows, kRows> weights;
+  float factor[kRows];
+  float best[kRows], sum[kRows];
   RingBarriers<1, kGroupThreads, 4> given;
 };
+template <class S, int kStages, int kLength = LatentTile<S>::kLength>
+using LatentTasks = TasksWgmma<S, LatentTiles<S, kStages>, 2, kLength, kLength, kStages, 4, kGroupThreads / 2>;
 
 // S: the type of query and key. kPaged: whether keys are stored in pages. The ring `keys` has the first columns of the
 // keys, which the first consumer reads, and the ring `values` the others. The second consumer says when a stage of
 // `values` has been read, because it is given the weights after the first one has read the stage.
-template <class S, bool kPaged>
-struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThreads / 2> {
-  static constexpr int kStages = 2, kKeys = 64, kHalf = LatentTile<S>::kHalf, kDim = 2 * kHalf + LatentTile<S>::kLast;
-  using Tasks = TasksWgmma<S, LatentTiles<S, kStages>, 2, 64, kKeys, kStages, 4, kGroupThreads / 2>;
-  using Tasks::p, Tasks::shared;
+template <class S, bool kPaged, int kStages = 2>
+struct LatentWgmma : LatentTasks<S, kStages> {
+  static constexpr int kKeys = LatentTile<S>::kLength, kHalf = LatentTile<S>::kHalf;
+  static constexpr int kDim = 2 * kHalf + LatentTile<S>::kLast;
+  // With these, both the producer and the consumers have all their numbers in registers.
+  static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
+  using Tasks = LatentTasks<S, kStages>;
+  using Tasks::kRows, Tasks::p, Tasks::shared;
   using typename Tasks::Weighing, typename Tasks::Work;
-  using Output = float[kHalf / 8][4];
+  using Softmax = typename Weighing::Softmax;
+  using Output = float[1][kHalf / 8][4];
+  using OfRows = float[2];  // of a thread
   using Weights = uint32_t[kKeys / 16][4];
 
   __device__ __forceinline__ void run(int64_t number) {
@@ -44,12 +52,20 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
       trap();
     } else {
       if (threadIdx.x == 0) shared.given.init_all();
-      Tasks::template run<104, 200>(
+      Tasks::template run<kProducerRegisters, kConsumerRegisters>(
           number, [&](const Work& work) { start_rows(work); },
           [&](const Work& work, Ring<kStages>& stage) { copy_keys(work, stage); },
           [&](int consumer) {
             Place place;
-            Tasks::consume([&](const Work& work) { consumer == 0 ? weigh(work, place) : receive(work, place); });
+            Tasks::consume([&](const Work& work) {
+              Output output = {};
+              OfRows best = {-infinity<float>(), -infinity<float>()}, sum = {};
+              if (consumer == 0)
+                weigh(work, place, output, best, sum);
+              else
+                receive(work, place, output, best, sum);
+              Tasks::write(work, output, own_row(), best, sum, consumer * kHalf);
+            });
           });
     }
   }
@@ -86,11 +102,11 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
   static __device__ __forceinline__ int own_row() { return 16 * (MmaThread().warp % 4); }
 
   // The first consumer.
-  __device__ __forceinline__ void weigh(const Work& work, Place& place) {
-    Output output[1] = {};
-    Weighing w(p, work, own_row());
+  __device__ __forceinline__ void weigh(const Work& work, Place& place, Output& output, OfRows& best, OfRows& sum) {
     const int tiles = Tasks::uniform(work.tiles);
-    if (tiles > 0) wait(shared.queries.full[0], place.queries.parity);
+    if (tiles == 0) return;
+    Weighing w(p, work, own_row());
+    wait(shared.queries.full[0], place.queries.parity);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Ring<kStages> stage = place.stage;
@@ -99,8 +115,11 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
       w.weigh(tile);
       Weights weights;
       w.pack(weights);
-      give(place, w.factor, w.best, [&] { store(weights); });
-      multiply(output[0], w.factor);
+      give(place, [&] {
+        store(weights);
+        put(shared.factor, w.factor);
+      });
+      Softmax::rescale(output[0], w.factor);
       begin_products();
       const Matrix value = shared.key[stage.stage].first.matrix();
 #pragma unroll
@@ -111,71 +130,71 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
       arrive_once(shared.keys.empty[stage.stage]);
       place.stage = stage.after();
     }
+    arrive_once(shared.queries.empty[0]);
+    place.queries = place.queries.after();
     w.add_lanes();
-    if (tiles > 0) {
-      arrive_once(shared.queries.empty[0]);
-      place.queries = place.queries.after();
-      give(place, w.sum, w.best, [] {});
+    give(place, [&] {
+      put(shared.best, w.best);
+      put(shared.sum, w.sum);
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      best[r] = w.best[r];
+      sum[r] = w.sum[r];
     }
-    Tasks::write(work, output, own_row(), w.best, w.sum);
   }
 
   // The second consumer.
-  __device__ __forceinline__ void receive(const Work& work, Place& place) {
-    Output output[1] = {};
-    float factor[2], best[2];
+  __device__ __forceinline__ void receive(const Work& work, Place& place, Output& output, OfRows& best, OfRows& sum) {
     const int tiles = Tasks::uniform(work.tiles);
+    if (tiles == 0) return;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const Ring<kStages> stage = place.stage;
       wait(shared.given.full[0], place.given.parity);
       wait(shared.values.full[stage.stage], stage.parity);
-      read(factor, shared.factor);
-      multiply(output[0], factor);
+      OfRows factor;
+      get(factor, shared.factor);
+      Softmax::rescale(output[0], factor);
       begin_products();
       const Matrix weights = shared.weights.matrix(), value = shared.key[stage.stage].second.matrix();
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k)
-        multiply_group<S, false, true>(output[0], from_column<64>(weights, 16 * k), from_row(value, 16 * k), true);
+        multiply_group<S, false, true>(output[0], from_column<kRows>(weights, 16 * k), from_row(value, 16 * k), true);
       commit_products();
       wait_for_products<0>(output[0]);
-      __syncwarp();  // all lanes have read their factors
-      arrive_once(shared.given.empty[0]);
+      take(place);
       arrive_once(shared.values.empty[stage.stage]);
-      place.given = place.given.after();
       place.stage = stage.after();
     }
-    float sum[2] = {};
-    best[0] = best[1] = -infinity<float>();
-    if (tiles > 0) {
-      wait(shared.given.full[0], place.given.parity);
-      read(sum, shared.factor);
-      read(best, shared.best);
-      __syncwarp();  // all lanes have read the sums
-      arrive_once(shared.given.empty[0]);
-      place.given = place.given.after();
-    }
-    Tasks::write(work, output, own_row(), best, sum, kHalf);
+    wait(shared.given.full[0], place.given.parity);
+    get(best, shared.best);
+    get(sum, shared.sum);
+    take(place);
   }
 
-  // The first consumer gives a factor and a number for each row, and what store() stores.
+  // The first consumer stores something, and the second one has read it.
   template <class Store>
-  __device__ __forceinline__ void give(Place& place, const float (&factor)[2], const float (&best)[2], Store store) {
+  __device__ __forceinline__ void give(Place& place, Store store) {
     wait(shared.given.empty[0], place.given.parity ^ 1);
     store();
-    if (const MmaThread thread; thread.place == 0)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        shared.factor[own_row() + thread.group + 8 * r] = factor[r];
-        shared.best[own_row() + thread.group + 8 * r] = best[r];
-      }
     publish_writes();
     arrive(shared.given.full[0]);
     place.given = place.given.after();
   }
-  __device__ __forceinline__ void read(float (&of_rows)[2], const float (&from)[64]) const {
+  __device__ __forceinline__ void take(Place& place) {
+    __syncwarp();  // all lanes have read
+    arrive_once(shared.given.empty[0]);
+    place.given = place.given.after();
+  }
+  static __device__ __forceinline__ void put(float (&to)[kRows], const OfRows& numbers) {
+    if (const MmaThread thread; thread.place == 0)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) of_rows[r] = from[own_row() + MmaThread().group + 8 * r];
+      for (int r = 0; r < 2; ++r) to[own_row() + thread.group + 8 * r] = numbers[r];
+  }
+  static __device__ __forceinline__ void get(OfRows& numbers, const float (&from)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) numbers[r] = from[own_row() + MmaThread().group + 8 * r];
   }
   __device__ __forceinline__ void store(const Weights& weights) {
     const int lane = MmaThread().lane, row = own_row() + lane % 16;
@@ -183,14 +202,6 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
     for (int k = 0; k < kKeys / 16; ++k)
       store_matrices(shared_address(shared.weights.numbers) + row * 128 + ((2 * k + lane / 16) ^ row % 8) * 16,
                      weights[k]);
-  }
-  // Seldom a largest score has risen. A factor of 1 would change no bits.
-  static __device__ __forceinline__ void multiply(Output& output, const float (&factor)[2]) {
-    if (__all_sync(~0u, factor[0] == 1 && factor[1] == 1)) return;
-#pragma unroll
-    for (auto& four : output)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] *= factor[i / 2];
   }
 
   // Starts with the columns that have arrived first.
@@ -201,7 +212,7 @@ struct LatentWgmma : TasksWgmma<S, LatentTiles<S, 2>, 2, 64, 64, 2, 4, kGroupThr
       if (k == 0) wait(shared.keys.full[stage.stage], stage.parity);
       if (k == kHalf / 16) wait(shared.values.full[stage.stage], stage.parity);
       if (k == 0 || k == kHalf / 16) begin_products();
-      multiply_group<S, false, false>(x, from_column<64>(query, 16 * k), from_column<kKeys>(key, 16 * k), k > 0);
+      multiply_group<S, false, false>(x, from_column<kRows>(query, 16 * k), from_column<kKeys>(key, 16 * k), k > 0);
     }
     commit_products();
   }

@@ -11,8 +11,8 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. Tiles: a struct of the block's tiles in shared memory. kTaskRows: of a task. kKeys:
-// of a tile. Two rings of kStages tiles each are filled side by side, `keys` and `values`. kReaders: how many warps
-// read the rows, and a tile. kFilling: how many threads fill a tile.
+// of a tile. Two rings of kStages tiles each are filled side by side, `keys` and `values`. kReaders: how many warps say
+// that they have read a tile, and how many that they have read the rows. kFilling: how many threads fill a tile.
 template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling>
 struct TasksWgmma {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads, kBlocks = 1, kRows = kTaskRows;
@@ -52,6 +52,7 @@ struct TasksWgmma {
       task.set(p, p.counters ? p.order[number] : number, kRows, kKeys);
       const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
       tiles = static_cast<int>(divide_up(keys, kKeys));
+      first_seen = last_seen = 0;
       if (tiles == 0) return;
       const Range seen = task.seen_by_all;
       first_seen = static_cast<int>(divide_up(smaller(keys, larger(0, seen.first - task.first_key)), kKeys));
@@ -258,7 +259,7 @@ struct TasksWgmma {
     }
   };
 
-  // Writes columns of the output from `col` on: of rows own + group and own + group + 8 of the task.
+  // Writes `output`, which begins with column `col` of the task's rows from `own` on: a warp's 16 rows.
   template <int kOutputs>
   __device__ __forceinline__ void write(const Work& work, const float (*output)[kOutputs][4], int own,
                                         const float (&best)[2], const float (&sum)[2], int col = 0) {
