@@ -431,8 +431,8 @@ MUTATIONS = {
             ),
             (
                 "sums keep the scale of an earlier largest score",
-                "Softmax::rescale(output[0], w.factor)",
-                "true",
+                "      «Softmax::rescale(output[0], w.factor);»",
+                ";",
             ),
             (
                 "both halves of the output are the first",

@@ -16,7 +16,8 @@ constexpr int64_t kKeysPerTile = 64;
 constexpr int kSimtTile = 64;
 static_assert(kSimtTile == kScoreTile && kSimtTile == kKeysPerTile);
 
-// Head sizes up to this one run on tensor cores, padded to 64, 128 or 256.
+// Head sizes up to this one run on tensor cores, padded to 64, 128 or 256. Of larger ones only multi-head latent
+// attention does.
 constexpr int64_t kMmaMaxDim = 256;
 // Says whether forward and backward take the general kernels (kGeneral), which handle masks, dropout, a cap, ALiBi and
 // scores that fall as the product grows. The other kernels save registers, because their weights are 2^(product * slope
