@@ -6,8 +6,8 @@ is a backend's time divided by ours (above 1: ours is faster). The peak is a mat
 or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
 backward under torch.use_deterministic_algorithms, as ours always is. "dense" is attn's own time for
 the same rows and keys without packing, pages, a window, sinks, keys of 8 bits or values that are
-the keys' first columns ("latent"). "peak" is, of a latent row, its part of 0.6 of the rate of
-products or of 0.85 of that of reading, whichever is more.
+the keys' first columns ("latent"). "peak" is for latent rows. It compares the row with two goals:
+0.6 of the rate of a matrix product, and 0.85 of the rate of reading. 1 or more: one is reached.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def test_waves() -> None:
 def test_memory_binds(dim: int) -> None:
     """While memory brings 16 keys, a multiprocessor could issue their instructions twice.
 
-    Of keys of 8 bits it could issue them once, except with head_dim 64.
+    Keys of 8 bits are there in half of the time. It could issue their instructions once, and with
+    head_dim 64 not even once.
     """
     card = model.Card()
     for bits, times in ((16, 2), (8, 1)):

@@ -200,12 +200,12 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   p.keys_per_split = round_up(larger(1, keys), tile);
   if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
   p.counter_count = p.order.at_once > 0 ? 1 : 0;
-  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles: as many as
-  // run at a time, because a second wave of blocks would cost more than it gains. Up to 64 rows of a group are one
-  // tile, and blocks spend their time waiting for K and V. Twice as many blocks are wanted then, because more blocks,
-  // each with less to do, keep more reads under way. On Hopper a multiprocessor runs one block at a time. With splits
-  // the bits of a row depend on the rest of the batch, so Problem::invariant forbids splits. Without splits,
-  // rows_per_task changes no bits of a kernel.
+  // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. There are
+  // no more splits than run at a time, because a second wave of blocks would cost more than it gains. Up to 64 rows of
+  // a group are one tile, and blocks spend their time waiting for K and V. Twice as many blocks are wanted then,
+  // because more blocks, each with less to do, keep more reads under way. On Hopper a multiprocessor runs one block at
+  // a time. With splits the bits of a row depend on the rest of the batch, so Problem::invariant forbids splits.
+  // Without splits, rows_per_task changes no bits of a kernel.
   const int64_t at_a_time = on_hopper ? 1 : p.row_tasks() == 1 && !is_latent ? 4 : 2;
   const int64_t wanted = at_a_time * gpu.multiprocessors, enough_keys = 4 * tile;
   if (p.invariant || p.rows() == 0 || keys < 2 * enough_keys || (!decodes && p.tasks() >= wanted)) return;

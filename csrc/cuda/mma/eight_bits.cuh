@@ -100,8 +100,7 @@ __device__ __forceinline__ float low_part(float weight) {
   return low == low ? low : 0;
 }
 
-// The scales of two tiles of keys and of their values. While the scales of one tile are in use, those of the next tile
-// are loaded.
+// The scales of keys and values, of two tiles: the one in use, and the next one, whose scales are loaded meanwhile.
 template <int kKeys>
 struct ScaleTiles : Scales {
   float numbers[2][2][kKeys];

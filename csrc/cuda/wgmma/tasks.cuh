@@ -11,8 +11,8 @@
 namespace attn::cuda {
 
 // S: the type of query, key, value. Tiles: a struct of the block's tiles in shared memory. kTaskRows: of a task. kKeys:
-// of a tile. Two rings of kStages tiles each are filled side by side, `keys` and `values`. kReaders: how many warps say
-// that they have read a tile, and how many that they have read the rows. kFilling: how many threads fill a tile.
+// of a tile. The producer fills two rings of kStages tiles each side by side, `keys` and `values`. kReaders warps say
+// that a tile has been read, and that the rows have been read. kFilling: how many threads fill a tile.
 template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling>
 struct TasksWgmma {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads, kBlocks = 1, kRows = kTaskRows;
