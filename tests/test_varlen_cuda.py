@@ -368,15 +368,26 @@ PAGED: dict[str, dict[str, Any]] = {  # arguments of differing_in_pages()
 }
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (72, 128), (72, 136), (20, 24)])
+def differing_on_tensor_cores(case: str, dims: tuple[int, int], variables: dict[str, str]) -> str:
+    call = f"differing_in_pages(d, p, {dims}, **PAGED[{case!r}])"
+    loops = "for d in (torch.bfloat16, torch.float16) for p in (7, 16)"
+    return run_over_stand_in(f"print(sum([{call} {loops}], []))", variables)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (72, 128), (72, 136)])
 @pytest.mark.parametrize("case", PAGED)
 def test_bits_on_tensor_cores_do_not_depend_on_pages(
     case: str, dims: tuple[int, int], variables: dict[str, str]
 ) -> None:
-    """Keys that are no whole vectors are left to the other kernels, in pages and in a row."""
-    call = f"differing_in_pages(d, p, {dims}, **PAGED[{case!r}])"
-    loops = "for d in (torch.bfloat16, torch.float16) for p in (7, 16)"
-    assert run_over_stand_in(f"print(sum([{call} {loops}], []))", variables) == "[]\n"
+    assert differing_on_tensor_cores(case, dims, variables) == "[]\n"
+
+
+@pytest.mark.parametrize("case", PAGED)
+def test_bits_of_keys_that_are_no_whole_vectors(case: str, variables: dict[str, str]) -> None:
+    """Tensor cores read such keys in pages only, and where bits are promised not there either."""
+    assert differing_on_tensor_cores(case, (20, 24), variables) != "[]\n"
+    promised = variables | {"ATTN_INVARIANT": "1"}
+    assert differing_on_tensor_cores(case, (20, 24), promised) == "[]\n"
 
 
 def far_in_odd_pages(dtype: torch.dtype) -> float:
