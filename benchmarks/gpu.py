@@ -320,7 +320,7 @@ OF_CUDNN = {64: (0.80, 0.90), 128: (0.85, 0.95), 256: (0.0, 0.80)}
 def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
     if case.form in EIGHT_BITS and on_hopper():  # half of the bytes; a short call waits, too
-        return {DENSE: 1.3 if (case.batch, case.keys) == (1, 16384) or case.head_dim == 64 else 1.5}
+        return {DENSE: 1.3 if (case.batch, case.keys) == (1, 16384) else 1.5}
     if case.form == "latent" and on_hopper():
         return {PEAK: 1.0 if case.heads == 128 else 0.95}
     if case.form:

@@ -136,7 +136,7 @@ MUTATIONS = {
     ),
     "decoding: pages are looked up that the table does not have": (
         "cuda/mma/decode.cuh",
-        "const int64_t row = key + thread.lane % kKeys; «row < task.last_key»",
+        "if («key + row < task.last_key»)\n          in_pages",
         "true",
     ),
     "decoding: what lies behind a mask is read": (

@@ -1,7 +1,8 @@
 // Computes the forward of few rows, as in decoding, where uses_decode() says so. Reading keys and values takes nearly
-// all the time, so that as much as possible must be under way: each warp owns every fourth tile of 16 keys, copies keys
-// and values in turns into a ring of its own, and, once the query is there, waits for no other warp before the end. All
-// warps have all rows, and add up their outputs at last. The block that writes the last split of a task merges them.
+// all the time, so that as much as possible must be under way: each warp owns every fourth tile of 16 or 32 keys,
+// copies keys and values in turns into a ring of its own, and, once the query is there, waits for no other warp before
+// the end. All warps have all rows, and add up their outputs at last. The block that writes the last split of a task
+// merges them.
 #pragma once
 
 #include "cuda/kernels.h"
@@ -18,11 +19,14 @@ namespace attn::cuda {
 template <class S, int kDim, bool kGeneral, bool kPaged, bool kEight = false>
 struct DecodeMma {
   static constexpr int kThreads = kMmaThreads, kWarps = kThreads / 32;
-  static constexpr int kBlocks = kDim > 128 ? 2 : 3;     // a multiprocessor of Hopper holds so many
-  static constexpr int kRows = kDecodeRows, kKeys = 16;  // of a tile
-  static constexpr int kStep = kWarps * kKeys;           // from a warp's tile to its next one
-  static constexpr int kRingBytes = 16 << 10;            // of a warp
-  static_assert(kRows == 16 && kStep == kKeysPerTile);
+  static constexpr int kBlocks = kDim > 128 ? 2 : 3;  // a multiprocessor of Hopper holds so many
+  static constexpr int kRows = kDecodeRows;
+  // Of a tile. The smallest keys are read so fast that instructions would bind: more keys share those of a tile.
+  static constexpr int kKeys = kEight && kDim == 64 ? 32 : 16;
+  static constexpr int kStep = kWarps * kKeys;  // from a warp's tile to its next one
+  static constexpr int kOfBoth = kKeys / 16;    // a lane looks up so many of the tile's keys and values
+  static constexpr int kRingBytes = 16 << 10;   // of a warp
+  static_assert(kRows == 16);
 
   using Tile = std::conditional_t<kEight, EightBitTile<S, kKeys, kDim>, MmaTile<S, kKeys, kDim>>;
   using Number = std::conditional_t<kEight, uint8_t, S>;
@@ -59,7 +63,8 @@ struct DecodeMma {
   const Task& task;
   const Softmax softmax;
   const MmaThread thread{threadIdx.x};  // in registers, of which there are enough
-  int64_t in_pages = 0;                 // of lane i, where row i % 16 of the next tile is: a key (i < 16) or its value
+  // Where keys and values of the next tile are. Lane i has numbers i and i + 32 of both, keys first.
+  int64_t in_pages[kOfBoth] = {};
 
   __device__ DecodeMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task), softmax{p} {}
 
@@ -67,7 +72,7 @@ struct DecodeMma {
 
   __device__ __forceinline__ void run(int64_t number) {
     if (threadIdx.x == 0) {
-      shared.task.set(p, number, kRows, kStep);
+      shared.task.set(p, number, kRows, kKeysPerTile);
       const int64_t places = tiles_of_rows(p, kRows);
       const auto [list, place] = divide(number, places);
       shared.counter = divide(list, p.splits).quotient * places + place;
@@ -105,13 +110,14 @@ struct DecodeMma {
 
   // Starts to copy the keys or the values of the tile that begins with `key`, if the warp wants it.
   __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Number* data, int64_t cols, int64_t key,
-                                        int first_lane, bool wanted) {
+                                        int first_of_both, bool wanted) {
     if (wanted) {
       const int rows = static_cast<int>(smaller(kKeys, task.last_key - key));
       const auto* const first_row = reinterpret_cast<const S*>(kPaged ? data : data + key * x.row);
       if constexpr (kPaged) {
         const auto from = [&](unsigned first, int i) {
-          return first_row + __shfl_sync(~0u, in_pages, first_lane + first + i) / kPerNumber;
+          const int lane = first_of_both % 32 + first + i;
+          return first_row + __shfl_sync(~0u, in_pages[first_of_both / 32], lane) / kPerNumber;
         };
         copy_tile<32>(tile, rows, cols / kPerNumber, from, thread.lane);
       } else {
@@ -121,16 +127,26 @@ struct DecodeMma {
     commit_copies();
   }
   __device__ __forceinline__ void start_keys(Stage& stage, const Number* data, int64_t key, bool wanted) {
-    if constexpr (kPaged) {
-      const bool of_key = thread.lane < kKeys;
-      if (const int64_t row = key + thread.lane % kKeys; row < task.last_key)
-        in_pages =
-            offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, task.n, row);
-    }
+    if constexpr (kPaged)
+      for_own([&](int i, bool of_key, int row) {
+        if (key + row < task.last_key)
+          in_pages[i] = offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, task.n,
+                                        key + row);
+      });
     start(stage.key, p.key, data, p.head_dim, key, 0, wanted);
   }
   __device__ __forceinline__ void start_values(Stage& stage, const Number* data, int64_t key, bool wanted) {
     start(stage.value, p.value, data, p.value_dim, key, kKeys, wanted);
+  }
+
+  // Calls f(i, of_key, row) for number i of those keys and values of a tile that this lane looks up.
+  template <class F>
+  __device__ __forceinline__ void for_own(F f) {
+#pragma unroll
+    for (int i = 0; i < kOfBoth; ++i) {
+      const int number = 32 * i + thread.lane;
+      f(i, number < kKeys, number % kKeys);
+    }
   }
 
   // --- one warp ---
@@ -164,9 +180,10 @@ struct DecodeMma {
     }
     typename Fragments::Mask mask;
     if constexpr (kHasMask) read_mask<M>(mask, key);
-    float scales = 0;  // lane i has the scale of key i of the tile or, from lane kKeys on, of value i - kKeys
+    float scales[kOfBoth] = {};  // of the tile, as in_pages
     const auto read_scales = [&](int64_t key) {
-      if constexpr (kEight) scales = shared.scales.of(p, task, thread.lane < kKeys, key + thread.lane % kKeys);
+      if constexpr (kEight)
+        for_own([&](int i, bool of_key, int row) { scales[i] = shared.scales.of(p, task, of_key, key + row); });
     };
     read_scales(key);
     int at = 0;
@@ -206,13 +223,13 @@ struct DecodeMma {
     else
       add_dots<1>(x, shared.query, 0, key);
   }
-  // Multiplies products or weights by the scales of their keys or values, which lanes from first_lane on hold.
-  __device__ __forceinline__ void scale(Scores& x, float scales, int first_lane) {
+  // Multiplies products or weights by the scales of their keys (first_of_both = 0) or values (kKeys).
+  __device__ __forceinline__ void scale(Scores& x, const float (&scales)[kOfBoth], int first_of_both) {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float of_key = __shfl_sync(~0u, scales, first_lane + thread.col(n) + c);
+        const float of_key = __shfl_sync(~0u, scales[first_of_both / 32], first_of_both % 32 + thread.col(n) + c);
         x[0][n][c] *= of_key, x[0][n][2 + c] *= of_key;
       }
   }
@@ -288,8 +305,10 @@ struct DecodeMma {
     const auto weight = [&](int, int n, int half, int c) { return x[0][n][2 * half + c]; };
     if constexpr (kEight) {
       with_eight_bits(p.value, [&]<bool kE4m3>() {
-        add_weighted_8<kE4m3, kSplitsWeights<S>, kDim>(output[0], value,
-                                                       [&](int n, int half, int c) { return weight(0, n, half, c); });
+#pragma unroll
+        for (int key = 0; key < kKeys; key += 16)
+          add_weighted_8<kE4m3, kSplitsWeights<S>, kDim>(
+              output[0], value, key, [&](int n, int half, int c) { return weight(0, key / 8 + n, half, c); });
       });
     } else {
       add_weighted<1, Factor::as_it_is>(output, value, weight);

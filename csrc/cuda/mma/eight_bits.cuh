@@ -135,32 +135,35 @@ __device__ __forceinline__ void reorder(MmaTile<S, kRows, kDim>& query) {
   }
 }
 
-// As add_dots(), for 16 rows, which reorder() has reordered, and 16 keys of 8 bits.
-template <bool kE4m3, class S, int kDim, class Keys>
-__device__ __forceinline__ void add_dots_8(float (&x)[2][4], MmaTile<S, 16, kDim>& query, Keys& keys) {
+// As add_dots(), for 16 rows, which reorder() has reordered, and keys of 8 bits.
+template <bool kE4m3, class S, int kDim, int kFragments, class Keys>
+__device__ __forceinline__ void add_dots_8(float (&x)[kFragments][4], MmaTile<S, 16, kDim>& query, Keys& keys) {
   const int lane = MmaThread().lane;
 #pragma unroll
   for (int k = 0; k < kDim / 32; ++k) {
-    uint32_t b[4];  // keys 0 to 7, columns 32 k to 32 k + 15; the next 16 columns; the same of the next eight keys
-    load_matrices(b, keys.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k));
+    uint32_t a[2][4];
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      uint32_t a[4];
-      load_a(a, query, lane, 0, 0, 2 * k + part);
+    for (int part = 0; part < 2; ++part) load_a(a[part], query, lane, 0, 0, 2 * k + part);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kFragments; n += 2) {
+      uint32_t b[4];  // eight keys, columns 32 k to 32 k + 15; the next 16 columns; the same of the next eight keys
+      load_matrices(b, keys.address(lane % 8 + lane / 16 * 8, lane / 8 % 2, k) + 8 * n * Keys::kRowBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
         uint32_t first, second;
-        widen<S, kE4m3>(b[2 * n + part], first, second);
-        multiply_add<S>(x[n], a, first, second);
+        widen<S, kE4m3>(b[i], first, second);
+        multiply_add<S>(x[n + i / 2], a[i % 2], first, second);
       }
     }
   }
 }
 
-// As add_weighted(), for 16 keys of 8 bits. Fragment n, for an even n, gets the even columns of columns 8 n to 8 n +
-// 15, and fragment n + 1 the odd ones: see sort_columns(). kSplits: see kSplitsWeights.
+// As add_weighted(), for 16 keys of 8 bits, from key `first_key` of the tile on. Fragment n, for an even n, gets the
+// even columns of columns 8 n to 8 n + 15, and fragment n + 1 the odd ones: see sort_columns(). kSplits: see
+// kSplitsWeights.
 template <bool kE4m3, bool kSplits, int kDim, class Values, class Weight>
-__device__ __forceinline__ void add_weighted_8(float (&sum)[kDim / 8][4], Values& values, Weight weight) {
+__device__ __forceinline__ void add_weighted_8(float (&sum)[kDim / 8][4], Values& values, int first_key,
+                                               Weight weight) {
   const int lane = MmaThread().lane;
   uint32_t a[kSplits ? 2 : 1][4];
 #pragma unroll
@@ -176,7 +179,7 @@ __device__ __forceinline__ void add_weighted_8(float (&sum)[kDim / 8][4], Values
 #pragma unroll
   for (int k = 0; k < kDim / 32; ++k) {
     uint32_t b[4];  // columns 32 k to 32 k + 15 of keys 0 to 7, of keys 8 to 15; the next 16 columns
-    load_matrices_transposed(b, values.address(lane % 16, lane / 16, k));
+    load_matrices_transposed(b, values.address(lane % 16, lane / 16, k) + first_key * Values::kRowBytes);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       uint32_t even[2], odd[2];
