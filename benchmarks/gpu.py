@@ -316,6 +316,9 @@ def prepare(
 # keys, and with more.
 OF_CUDNN = {64: (0.80, 0.90), 128: (0.85, 0.95), 256: (0.0, 0.80)}
 
+# The part that the backward has to reach with more than 4096 keys.
+BACKWARD_OF_CUDNN = {64: 0.70, 128: 0.80}
+
 
 def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
@@ -334,6 +337,10 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
         wanted = {"FLASH": of_each, "CUDNN": of_each}
     elif which == "forward" and case.queries > 1 and case.head_dim in OF_CUDNN and on_hopper():
         wanted["CUDNN"] = OF_CUDNN[case.head_dim][case.queries > 4096]
+    elif which == "backward" and case.queries > 4096 and not case.dropout and on_hopper():
+        wanted["CUDNN"] = BACKWARD_OF_CUDNN.get(case.head_dim, 0.0)
+        if case.head_dim == 128:
+            wanted[DETERMINISTIC] = 2.2
     return {name: floor for name, floor in wanted.items() if name in ms}
 
 

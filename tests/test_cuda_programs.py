@@ -249,20 +249,20 @@ MUTATIONS = {
         for name, file, place, wrong in (
             (
                 "copies are not published",
-                "tasks",
-                "      wait_for_copies<0>();\n      «publish_writes();»",
+                "wgmma",
+                "    wait_for_copies<0>();\n    «publish_writes();»",
                 ";",
             ),
             (
                 "keys are copied over some that are read",
-                "tasks",
-                "      «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n      start",
+                "wgmma",
+                "    «wait(barriers.empty[stage.stage], stage.parity ^ 1);»\n    start",
                 ";",
             ),
             (
                 "rows are copied over some that are read",
-                "tasks",
-                "        «wait(shared.queries.empty[0], queries.parity ^ 1);»",
+                "row_tasks",
+                "          «wait(shared.queries.empty[0], queries.parity ^ 1);»",
                 ";",
             ),
             (
@@ -305,12 +305,12 @@ MUTATIONS = {
                 "weights are packed while products read them",
                 "forward",
                 "        w.weigh(tile);\n        «keep_beside_products();»",
-                "w.pack(weights);",
+                "pack_all<S>(weights, x[0]);",
             ),
             (
                 "products have no fence",
-                "forward",
-                "    «begin_products();»\n#pragma unroll\n    for (int k = 0; k < kKeys / 16",
+                "wgmma",
+                "  const Matrix b = other.matrix();\n  «begin_products();»",
                 ";",
             ),
             ("barriers have no fence", "tasks", "      «fence_inits();»", ";"),
@@ -323,13 +323,13 @@ MUTATIONS = {
             (
                 "a lane says that all have read the task",
                 "tasks",
-                " attend(work);\n      «__syncwarp();»",
+                " attend(turn.work);\n      «__syncwarp();»",
                 ";",
             ),
             (
                 "a turn is not passed on",
                 "forward",
-                "weights, before.stage);\n        «pass_turn(consumer);»",
+                "shared.value[before.stage]);\n        «pass_turn(consumer);»",
                 ";",
             ),
             (
@@ -358,9 +358,106 @@ MUTATIONS = {
             ),
             (
                 "the tiles of the second warpgroup are those of the first",
-                "forward",
-                "from_row(shared.query.matrix(), 64 * «consumer»)",
+                "wgmma",
+                "from_row(own.matrix(), «first»)",
                 "0",
+            ),
+        )
+    },
+    **{
+        f"Hopper's gradients: {name}": ("cuda/wgmma/backward.cuh", place, wrong)
+        for name, place, wrong in (
+            (
+                "keys are read before they have arrived",
+                "    «wait(shared.keys.full[stage.stage], stage.parity);»\n    start_dots(s.x",
+                ";",
+            ),
+            (
+                "values are read before they have arrived",
+                "    «wait(shared.values.full[stage.stage], stage.parity);»\n    start_dots(s.dx",
+                ";",
+            ),
+            (
+                "a row's products are read before they are there",
+                "    «wait_for_products<kSums + 1>(s.x);»",
+                ";",
+            ),
+            (
+                "a row's slopes are read before they are there",
+                "    «wait_for_products<kSums>(s.dx);»",
+                ";",
+            ),
+            (
+                "dS is packed while products read it",
+                "        «wait_for_products<0>(sum);»\n        arrive",
+                ";",
+            ),
+            (
+                "keys are infinite",
+                "    «make_finite<kConsumerThreads>(s.x, shared.key[stage.stage]);»",
+                ";",
+            ),
+            (
+                "values of hidden keys count",
+                "if («w[n][i] == 0») x[n][i] = 0;",
+                "false",
+            ),
+            (
+                "keys are copied over some that are read",
+                "    «wait(shared.keys.empty[0], place.keys.parity ^ 1);»",
+                ";",
+            ),
+            (
+                "rows are read before they have arrived",
+                "        «wait(shared.queries.full[stage.stage], stage.parity);»",
+                ";",
+            ),
+            (
+                "gradients of rows are read before they have arrived",
+                "    «wait(shared.grad_outputs.full[stage.stage], stage.parity);»\n    start_dots",
+                ";",
+            ),
+            (
+                "a key's products are read before they are there",
+                "    «wait_for_products<1>(x);»",
+                ";",
+            ),
+            (
+                "a key's slopes are read before they are there",
+                "    «wait_for_products<0>(dx);»",
+                ";",
+            ),
+            ("queries are infinite", "    «make_finite<kConsumerThreads>(x, query);»", ";"),
+            (
+                "a tile is made finite while products read it",
+                "  «sync_threads<kThreads>(kBarrier);»  // all threads",
+                ";",
+            ),
+            (
+                "a tile is multiplied before it is finite",
+                "  publish_writes();\n  «sync_threads<kThreads>(kBarrier);»",
+                ";",
+            ),
+            ("all rows see all keys", "hides = «uniform(rows.hides)»", "false"),
+            (
+                "rows behind the last one count",
+                "to.seen[i] = TileRange(«i < count ? seen : Range{0, 0}»",
+                "seen",
+            ),
+            (
+                "rows are released and not read",
+                "    «wait_for_products<1>(of_weights);»\n    arrive",
+                ";",
+            ),
+            (
+                "tasks are not counted from 0",
+                "if (Error error = «clear_counters(p.counters, 1, gpu.stream)») return error;",
+                "Error{}",
+            ),
+            (
+                "numbers of rows are those of the group's first head",
+                "const int64_t number = row_number(p, task.n, «row.head», row.position);",
+                "first.head",
             ),
         )
     },
@@ -472,6 +569,10 @@ BARRIERS = {
         "cuda/mma/decode.cuh",
         "      «__syncwarp();»  // all lanes have copied the values",
     ): "check_decode",
+    (
+        "cuda/wgmma/backward.cuh",
+        "    «__syncwarp();»  // all lanes have read the numbers of the rows",
+    ): "check_backward_sm90",
     ("cuda/simt/forward.cuh", "      «__syncwarp();»  // all threads of the row"): "check_forward",
     (
         "cuda/simt/tangent.cuh",
@@ -556,6 +657,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
         "backward": "check_backward",
         "backward without tensor cores": "check_backward_simt",
         "Hopper": "check_forward_sm90",
+        "Hopper's gradients": "check_backward_sm90",
         "latent": "check_latent_sm90",
         "latent, 8.0": "check_latent",
     }
@@ -573,7 +675,7 @@ def test_mutation_is_found(mutation: str, compiled: Callable[[str], Path]) -> No
     [
         *("check_forward", "check_forward_sm90", "check_decode", "check_eight_bits"),
         *("check_pages", "check_latent", "check_latent_sm90"),
-        *("check_merge", "check_backward", "check_derivatives"),
+        *("check_merge", "check_backward", "check_backward_sm90", "check_derivatives"),
     ],
 )
 def test_no_race(name: str, compiled: Callable[[str], Path]) -> None:

@@ -204,7 +204,8 @@ def compile_kernel(
     name: str, params: str = "ForwardParams", architecture: tuple[str, ...] = tuple(HOPPER)
 ) -> tuple[Kernel, str]:
     """Compiles one instantiation. Returns its code, and what ptxas says of it."""
-    kind, what = re.fullmatch(r"(\w+?)(Mma|Wgmma)", name.partition("<")[0]).groups()  # type: ignore[union-attr]
+    kind, what = re.fullmatch(r"([A-Z][a-z]+)\w*?(Mma|Wgmma)", name.partition("<")[0]).groups()  # type: ignore[union-attr]
+    kind = "backward" if kind == "Grad" else kind
     with tempfile.TemporaryDirectory() as to:
         source, cubin = Path(to) / "kernel.cu", Path(to) / "kernel.cubin"
         source.write_text(
@@ -347,6 +348,70 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     assert count(copying, "LDL|STL") == 0
 
 
+class GradientLimit(NamedTuple):
+    """A limit of a tile in which no key is hidden, and whose numbers are finite."""
+
+    kernel: str
+    products: int  # HGMMA
+    # Instructions: to start products, until there are weights, and until the tile ends.
+    start: int
+    weigh: int
+    slopes: int
+    exponentials: int
+    registers: int
+    copies: int  # of a thread of the producer
+    copying: int  # instructions of the producer
+    in_memory: int = 0  # of these, how many read or write a register that is in memory
+
+
+GRADIENT_LIMITS = {
+    "grad_query, 64": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 128, 4>", 16, 109, 253, 201, 64, 224, 16, 112
+    ),
+    "grad_query, 128": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 96, 2>", 22, 138, 198, 116, 48, 224, 24, 140
+    ),
+    "grad_key and grad_value, 64": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 96, 4>", 20, 70, 232, 184, 48, 224, 12, 300
+    ),
+    "grad_key and grad_value, 128": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2>", 24, 96, 162, 130, 32, 232, 16, 376, 16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_LIMITS)
+def test_instructions_of_a_tile_of_gradients_on_hopper(name: str) -> None:
+    limit = GRADIENT_LIMITS[name]
+    kernel, said = compile_kernel(limit.kernel, "BackwardTaskParams")
+    assert not re.search(r"C75\d\d|serializ", said), said
+    of_consumer = (x for x in passes(kernel, ("HGMMA",)) if count(x, "HGMMA") == limit.products)
+    path = min(of_consumer, key=len)
+    assert (
+        max(int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)) < limit.registers
+    )
+    assert count(path, "LDL|STL") == 0
+    weigh, slopes = [n for n, x in enumerate(path) if x.name.startswith("WARPGROUP.DEPBAR")][:2]
+    parts = path[:weigh], path[weigh:slopes], path[slopes:]
+    limits = limit.start, limit.weigh, limit.slopes
+    assert all(len(part) <= most for part, most in zip(parts, limits, strict=True)), [
+        *map(len, parts)
+    ]
+    # Beside dP, or at least beside the sum that is under way in a block of rows.
+    assert count(path, r"MUFU\.EX2") == limit.exponentials
+    assert count(parts[1], r"MUFU\.EX2") >= limit.exponentials - 2
+    # The producer's loop over tiles, which has another one of four copies if rows are anywhere.
+    of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "HGMMA") == 0]
+    copying = [x for x in of_producer if count(x, "LDGSTS") == limit.copies]
+    whole = len(copying[0]) if copying else 0
+    if not copying:
+        few = sorted((x for x in of_producer if count(x, "LDGSTS") == 4), key=len)
+        copying = few[-2:]
+        whole = len(few[-1]) + (limit.copies // 4 - 1) * len(few[1])
+    assert whole <= limit.copying
+    assert max(count(x, "LDL|STL") for x in copying) <= limit.in_memory
+
+
 # What a warp issues for a tile of 64 keys, by what it does: (HGMMA, LDGSTS) and instructions.
 LATENT_LIMITS = {
     "weigh": ((40, 0), 388),  # the first consumer: scores, weights, its half of the output
@@ -376,11 +441,16 @@ def test_instructions_of_a_tile_of_latent_attention(loop: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 @pytest.mark.parametrize(
-    "name", ["ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", "LatentWgmma<BFloat16, false>"]
+    "name",
+    [
+        *("ForwardWgmma<BFloat16, 64, 3, 128, 4, false>", "LatentWgmma<BFloat16, false>"),
+        *("GradQueryWgmma<BFloat16, 64, 128, 4>", "GradKeyWgmma<BFloat16, 64, 96, 4>"),
+    ],
 )
 def test_other_gpus_get_a_trap(name: str, architecture: str) -> None:
     """nvcc would make an empty kernel of it for sm_90 without the letter, and say nothing."""
-    kernel, _ = compile_kernel(name, architecture=(f"-arch=sm_{architecture}",))
+    params = "BackwardTaskParams" if name.startswith("Grad") else "ForwardParams"
+    kernel, _ = compile_kernel(name, params, (f"-arch=sm_{architecture}",))
     names = [instruction.name for instruction in kernel.instructions]
     assert "BPT.TRAP" in names, names
     assert not any(name.startswith(("HGMMA", "STG")) for name in names)

@@ -38,12 +38,13 @@ TESTS = [
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]
-# At 9.0 Hopper's kernels compute the forward, with ATTN_INVARIANT that of few rows and pages, too.
+# At 9.0 Hopper's kernels compute forward and gradients, with ATTN_INVARIANT those of few rows and
+# pages, too.
 ON_HOPPER = [
     f"tests/test_{name}.py"
     for name in (
-        *("forward", "nan", "options", "options_promises", "paged", "varlen", "invariance"),
-        "quantized",
+        *("forward", "backward", "nan", "options", "options_promises", "paged", "varlen"),
+        *("invariance", "quantized"),
     )
 ]
 LEFT_OUT = [
@@ -184,7 +185,8 @@ PRINT_KERNELS = """
 import contextlib, sys, torch, torch_attn
 
 def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invariant=False,
-         paged=False, eight=None, latent=False, one_head=False, trains=False, beside=0, **options):
+         paged=False, eight=None, latent=False, one_head=False, trains=False, beside=0,
+         backward=False, **options):
     S, V = S or L, V or D
     query = torch.randn(1, heads, L, D + beside, dtype=dtype)[..., :D].requires_grad_(trains)
     key, value = (torch.randn(1, key_heads, S, n, dtype=dtype) for n in (D, V))
@@ -198,6 +200,9 @@ def call(L, S=0, D=64, V=0, heads=2, key_heads=2, dtype=torch.bfloat16, invarian
         if one_head:
             value = value[:, :1].expand(value.shape)
     with torch_attn.invariant() if invariant else contextlib.nullcontext():
+        if backward:
+            inputs = [x.requires_grad_() for x in (query, key, value)]
+            return torch_attn.sdpa(*inputs, **options).sum().backward()
         if not paged:
             return torch_attn.sdpa(query, key, value, **options)
         table, length = torch.arange(8, dtype=torch.int32)[None], torch.tensor([S])
@@ -224,6 +229,34 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
         kernels = set(re.findall(r"attn::cuda::((?:Forward|Decode|Latent)\w+)<", launches))
         assert kernels == {expected}, f"{name}: {launches}"
         assert ("merge_splits" in launches) == (name in MERGED), f"{name}: {launches}"
+
+
+GRADIENTS_ON_WGMMA = {
+    *("64", "128, causal", "padded to 128", "float16", "many keys", "window", "sinks"),
+    *("rows that are not aligned", "invariant", "invariant, many keys", "invariant, one row"),
+}
+GRADIENTS_ON_MMA = {
+    *("256", "17 rows", "few rows", "few rows, grouped", "one row", "boolean mask", "mask", "cap"),
+    *("dropout", "negative scale", "invariant, mask"),
+}
+GRADIENTS_ON_SIMT = {"float32", "float64", "head_dim beyond 256", "float32 mask"}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_which_kernels_gradients_take(library: Path, capability: int) -> None:
+    names = [*GRADIENTS_ON_WGMMA, *GRADIENTS_ON_MMA, *GRADIENTS_ON_SIMT]
+    options = {**environment(library, 1, capability), "ATTN_STAND_IN_LAUNCHES": "1"}
+    calls = [f"{CALLS[name]}, backward=True" for name in names]
+    printed = run_python("-c", PRINT_KERNELS, *calls, **options)
+    for name, launches in zip(names, printed.split("call ")[1:], strict=True):
+        kernels = set(re.findall(r"attn::cuda::((?:Backward|Grad)\w+)<", launches))
+        if name in GRADIENTS_ON_SIMT:
+            expected = {"BackwardSimt"}
+        elif capability == 90 and name in GRADIENTS_ON_WGMMA:
+            expected = {"GradQueryWgmma", "GradKeyWgmma"}
+        else:
+            expected = {"BackwardMma"}
+        assert kernels == expected, f"{name}: {launches}"
 
 
 # (query heads, key heads, keys, bits of a key)

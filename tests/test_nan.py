@@ -161,6 +161,58 @@ def test_key_hidden_by_a_row_that_all_queries_share(L: int, bad: float) -> None:
         assert torch.equal(dirty, clean)
 
 
+def up_to_tiles(where: Tensor, size: int = 128) -> Tensor:
+    """All rows of each tile that has a row in `where`."""
+    count = len(where)
+    tiles = torch.nn.functional.pad(where, (0, 0, 0, -count % size)).unflatten(0, (-1, size))
+    return tiles.any(1, keepdim=True).expand_as(tiles).flatten(0, 1)[:count]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("E", [64, 128])
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("where", ["query", "key", "value", "grad_output"])
+def test_one_number_and_gradients(where: str, bad: float, E: int, dtype: torch.dtype) -> None:
+    """A NaN of a query or key reaches what attends to it; all else reaches no further tile.
+
+    Where it does not reach, gradients have the bits that they have without it. A key that no row
+    sees may hold anything.
+    """
+    L, S, at, column = 200, 230, 90, 5
+    options = {"is_causal": True, "key_lengths": torch.tensor([210])}
+    inputs = make_inputs(L, S, E, batch=(1,), heads=1, dtype=dtype)
+    grad_output = make_grad_output(inputs, **options)
+    clean = results(torch_attn.sdpa, inputs, grad_output, **options)
+
+    def plant(row: int) -> dict[str, Tensor]:
+        tensors = {**inputs._asdict(), "grad_output": grad_output}
+        tensors[where] = tensors[where].clone()
+        tensors[where][..., row, column] = bad
+        gradient = tensors.pop("grad_output")
+        return results(torch_attn.sdpa, Inputs(**tensors), gradient, **options)
+
+    dirty = plant(at)
+    rows, keys = torch.arange(L)[:, None], torch.arange(S)[:, None]
+    row, behind, seen, used, none = rows == at, rows >= at, keys <= at, keys < L, keys < 0
+    reached = {  # of grad_query, grad_key, grad_value
+        "query": (row, seen, seen),
+        "key": (behind, used, used),
+        "value": (behind, used, none),
+        "grad_output": (row, seen, seen & (torch.arange(E) == column)),
+    }
+    for name, expected in zip(("query", "key", "value"), reached[where], strict=True):
+        gradient, without = dirty[f"grad_{name}"][0, 0], clean[f"grad_{name}"][0, 0]
+        finite, expected = gradient.isfinite(), expected.expand_as(gradient)
+        if where in ("query", "key") and bad != INF:
+            assert torch.equal(~finite, expected), name
+        assert (finite | up_to_tiles(expected)).all(), name
+        if (where, bad) != ("key", INF):  # a score of -inf is a weight of 0
+            assert not (finite & expected).any(), name
+            assert torch.equal(gradient[finite], without[finite]), name
+    if where in ("key", "value"):
+        assert_same_bits(plant(215), clean)
+
+
 @of_keys
 def test_value(S: int, dtype: torch.dtype) -> None:
     """It reaches the rows that attend to it, and stays in its head."""

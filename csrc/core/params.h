@@ -251,7 +251,16 @@ struct TaskOrder {
   }
 };
 
-struct ForwardParams : RowParams {
+// What blocks of a GPU count, on the device. Blocks that stay for many tasks count whose turn it is, if there is an
+// order: one that has ended a task takes the next one. (Otherwise a block knows all of its tasks from the start.)
+// Blocks of few rows count, for each task, how many of its splits are there: the last one merges them.
+struct TaskCounters {
+  TaskOrder order;
+  int* counters = nullptr;
+  int64_t counter_count = 0;
+};
+
+struct ForwardParams : RowParams, TaskCounters {
   // Each key and each value of 8 bits has a scale, a float32: [*batch, key or value head, row], without columns. A
   // product is multiplied by the scale of its key before anything else. A weight is multiplied by the scale of its
   // value in the output, but not in the sum of weights. `data` is null if there are no scales.
@@ -269,13 +278,6 @@ struct ForwardParams : RowParams {
   void* partial_output = nullptr;     // of splits, [splits, batch, heads, L, Ev, or 2 Ev on a CPU if exact_residual]
   void* partial_logsumexp = nullptr;  // [splits, batch, heads, L, 2]
   void* partial_max = nullptr;        // [splits, batch, heads, L], if max_score is wanted
-
-  // What blocks of a GPU count, on the device. Blocks that stay for many tasks count whose turn it is, if there is an
-  // order: one that has ended a task takes the next one. (Otherwise a block knows all of its tasks from the start.)
-  // Blocks of few rows count, for each task, how many of its splits are there: the last one merges them.
-  TaskOrder order;
-  int* counters = nullptr;
-  int64_t counter_count = 0;
 
   void* prepacked = nullptr;  // keys and values in the kernel's own layout, if the kernel packs them once for all tasks
 

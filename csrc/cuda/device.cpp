@@ -114,6 +114,10 @@ Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t
   return rows;
 }
 
+Tensor allocate_counters(int64_t count, const Tensor& query) {
+  return at::empty({count}, query.options().dtype(at::kInt));
+}
+
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_vectors(p, query);
@@ -121,7 +125,7 @@ void run_forward(ForwardParams& p, const Tensor& query) {
   const auto partial = allocate_splits(p, query);
   Tensor counters;
   if (p.counter_count > 0) {
-    counters = at::empty({p.counter_count}, query.options().dtype(at::kInt));
+    counters = allocate_counters(p.counter_count, query);
     p.counters = counters.mutable_data_ptr<int>();
   }
   check(launch_forward(p, device));
@@ -132,8 +136,9 @@ void run_backward(BackwardParams& p, const Tensor& query) {
   const auto inputs = put_inputs_in_vectors(p, query);
   const Tensor grad_output = put_in_vectors(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
-  plan_backward(p, device.multiprocessors);
-  check(launch_backward(p, device.stream));
+  plan_backward(p, device);
+  const Tensor counter = uses_backward_wgmma(p, device) ? allocate_counters(1, query) : Tensor();
+  check(launch_backward(p, counter.defined() ? counter.mutable_data_ptr<int>() : nullptr, device));
 }
 
 void run_tangent(TangentParams& p, const Tensor& query) {

@@ -41,6 +41,12 @@ constexpr int64_t kDecodeRows = 16;
 constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : dim <= kMmaMaxDim ? 128 : 64; }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
 
+// The largest size of a head in the backward on Hopper. Blocks of 128 keys sum dK and dV over tiles of so many rows,
+// blocks of 128 rows sum dQ over tiles of so many keys.
+constexpr int64_t kBackwardWgmmaDim = 128;
+constexpr int backward_wgmma_rows(int64_t dim) { return dim <= 64 ? 96 : 64; }
+constexpr int backward_wgmma_keys(int64_t dim) { return dim <= 64 ? 128 : 96; }
+
 // The largest sizes of multi-head latent attention, and the rows of a block on a GPU other than Hopper.
 constexpr int64_t kLatentKeyDim = 576, kLatentValueDim = 512, kLatentMmaRows = 32;
 
@@ -50,6 +56,9 @@ Error with_padded_dim(int64_t dim, F f) {
   if (dim <= 64) return f.template operator()<64>();
   return dim <= 128 ? f.template operator()<128>() : f.template operator()<256>();
 }
+
+// Of kernels whose blocks stay for many tasks. (A kernel takes 4 KiB of parameters, and SecondParams has no byte left.)
+struct BackwardTaskParams : BackwardParams, TaskCounters {};
 
 // S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
 template <class S, int kDim, bool kPaged>
@@ -84,7 +93,11 @@ Error launch_latent_mma(const ForwardParams& p, Stream stream);
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
-// Writes `delta` for launch_backward_mma(), if delta_takes_vectors() (launch.cu).
+// The same on Hopper, without a mask. `counter` is memory for one number, in which blocks count their tasks.
+template <class S, int kDim>
+Error launch_backward_wgmma(const BackwardParams& p, int* counter, const Gpu& gpu);
+
+// Writes `delta` for both, if delta_takes_vectors() (launch.cu).
 template <class S>
 Error launch_delta_mma(const BackwardParams& p, Stream stream);
 

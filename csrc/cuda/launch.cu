@@ -71,10 +71,15 @@ __global__ void write_sequences(const __grid_constant__ PackedSequences s) {
 
 // Launches the kernels with tensor cores. Then launches the kernels without tensor cores, for the gradients that
 // sums_simt() names.
-Error run_backward_mma(const BackwardParams& p, Stream stream) {
+Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
+  const Stream stream = gpu.stream;
   const auto run = [&]<class S, int kDim>() -> Error {
     if (Error error = delta_takes_vectors(p) ? launch_delta_mma<S>(p, stream) : launch_delta_simt<float>(p, stream))
       return error;
+#ifdef ATTN_SM90A
+    if constexpr (kDim <= kBackwardWgmmaDim)
+      if (uses_backward_wgmma(p, gpu)) return launch_backward_wgmma<S, kDim>(p, counter, gpu);
+#endif
     return launch_backward_mma<S, kDim>(p, stream);
   };
   if (Error error = with_mma(p, run)) return error;
@@ -130,6 +135,11 @@ bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
   return has_wgmma(gpu) && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) && !reads_numbers(p) &&
          (p.invariant || p.rows() > kFewRows);
+}
+
+// Larger heads, and keys and values that different numbers of heads share, take the kernels of all GPUs.
+bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
+  return uses_wgmma(p, gpu) && larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
 }
 
 // Whether the kernels of multi-head latent attention compute the forward: the values are the first columns of the
@@ -198,7 +208,7 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
         forward_mma_rows(p.rows() > forward_mma_rows(1) && !takes_few_rows(p) ? forward_mma_tiles(dim) : 1);
   const int64_t keys = keys_to_split(p, tile);
   p.keys_per_split = round_up(larger(1, keys), tile);
-  if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of(p);
+  if (on_hopper && p.tasks() > gpu.multiprocessors) p.order = order_of_rows(p, p.rows_per_task);
   p.counter_count = p.order.at_once > 0 ? 1 : 0;
   // If there are fewer blocks than the device runs at a time, the keys are cut into splits of whole tiles. There are
   // no more splits than run at a time, because a second wave of blocks would cost more than it gains. Up to 64 rows of
@@ -252,12 +262,12 @@ Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
   return with_simt(p, [&]<class T>() { return launch_merge_splits<T>(p, gpu.stream); });
 }
 
-void plan_backward(BackwardParams& p, int64_t multiprocessors) {
-  p.few_rows = blocks_of_rows(p, 2 * kSimtTile) <= multiprocessors;
+void plan_backward(BackwardParams& p, const Gpu& gpu) {
+  p.few_rows = blocks_of_rows(p, 2 * kSimtTile) <= gpu.multiprocessors;
 }
 
-Error launch_backward(const BackwardParams& p, Stream stream) {
-  return uses_mma(p) ? run_backward_mma(p, stream) : run_gradients_simt(p, stream);
+Error launch_backward(const BackwardParams& p, int* counter, const Gpu& gpu) {
+  return uses_mma(p) ? run_backward_mma(p, counter, gpu) : run_gradients_simt(p, gpu.stream);
 }
 
 Error launch_second(const SecondParams& p, Stream stream) { return run_gradients_simt(p, stream); }

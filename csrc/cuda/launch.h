@@ -34,9 +34,10 @@ bool uses_mma(const Problem& p);
 // vectors.
 bool reads_numbers(const Problem& p);
 
-// Whether Hopper's tensor cores compute the forward. Within Problem::invariant it depends on the dtype, the sizes of a
-// head, the options and the device alone.
+// Whether Hopper's tensor cores compute the forward, and the gradients. Within Problem::invariant it depends on the
+// dtype, the heads, the options and the device alone.
 bool uses_wgmma(const Problem& p, const Gpu& gpu);
+bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies
 ATTN_INLINE constexpr bool is_8_bit(const Operand& x) { return x.dtype == DType::i8 || x.dtype == DType::e4m3; }
@@ -60,12 +61,13 @@ void plan_forward(ForwardParams& p, const Gpu& gpu);
 
 [[nodiscard]] Error launch_forward(const ForwardParams& p, const Gpu& gpu);
 
-// Sets few_rows for a device with this number of multiprocessors. The value changes no bits of the gradients.
-void plan_backward(BackwardParams& p, int64_t multiprocessors);
+// Sets few_rows, which changes no bits of the gradients.
+void plan_backward(BackwardParams& p, const Gpu& gpu);
 
 // Both functions write `delta`, and launch_second() also writes `tangent_delta`. The caller allocates this memory. If
-// several scores share a number of the mask, the caller first sets the fields mask_*.
-[[nodiscard]] Error launch_backward(const BackwardParams& p, Stream stream);
+// several scores share a number of the mask, the caller first sets the fields mask_*. `counter` is memory for one
+// number if uses_backward_wgmma().
+[[nodiscard]] Error launch_backward(const BackwardParams& p, int* counter, const Gpu& gpu);
 [[nodiscard]] Error launch_second(const SecondParams& p, Stream stream);
 
 [[nodiscard]] Error launch_tangent(const TangentParams& p, Stream stream);

@@ -14,6 +14,12 @@ constexpr int kHeads = 4;
 // All gradients that are asked for; `delta` is there.
 using Kernel = Error (*)(const BackwardParams& p, Stream stream);
 
+// What a kernel takes. rows_of_tile: a tile of rows of which none sees a key is not read.
+struct Takes {
+  int rows_of_tile = kScoreTile;
+  bool options = true;  // a mask, dropout, other numbers of key heads than of value heads
+};
+
 struct Case {
   const char* name;
   int queries, keys, head_dim, value_dim;
@@ -22,6 +28,7 @@ struct Case {
   bool shared = false;                                 // one gradient of the masks of all heads
   bool transposed = false;                             // columns of the mask and of gradients are not neighbours
   int left = -1, right = -1, offset = 0, length = -1;  // see Visibility
+  bool far = false;                                    // scores are so far below 0 that exp(0 - logsumexp) is infinite
 
   // Whether the mask hides the key from all queries.
   bool hides(int j) const { return mask && !shared && j >= 64; }
@@ -66,12 +73,12 @@ void store_nan(S* to) {
 
 // [heads, rows, cols], and what the kernel is told of it. Rows are filled up with zeros to whole vectors.
 template <class S>
-struct Matrix {
+struct Matrices {
   int rows, cols, width;
   bool transposed;
   Array<S> array;
 
-  Matrix(int heads, int rows, int cols, bool transposed = false)
+  Matrices(int heads, int rows, int cols, bool transposed = false)
       : rows(rows),
         cols(cols),
         width(static_cast<int>(round_up(cols, kVector))),
@@ -92,12 +99,18 @@ struct Matrix {
 };
 
 template <class S>
-struct Input : Matrix<S> {
+struct Input : Matrices<S> {
   std::vector<double> values;
   Input(int heads, int rows, int cols, std::mt19937& random)
-      : Matrix<S>(heads, rows, cols), values(static_cast<size_t>(this->array.size())) {
+      : Matrices<S>(heads, rows, cols), values(static_cast<size_t>(this->array.size())) {
     for (size_t i = 0; i < values.size(); ++i) {
       const float x = static_cast<int>(i) % this->width < cols ? draw(random) : 0;
+      values[i] = x;
+      store(&this->array[static_cast<int64_t>(i)], x);
+    }
+  }
+  void set(int d, float x) {  // a column
+    for (size_t i = static_cast<size_t>(d); i < values.size(); i += static_cast<size_t>(this->width)) {
       values[i] = x;
       store(&this->array[static_cast<int64_t>(i)], x);
     }
@@ -116,13 +129,14 @@ struct Sum {
 
 // unit: of rounding a factor to nearest; smallest: the same of a factor that is not normal.
 template <class S>
-void check(const Case& c, Kernel kernel, DType dtype, double unit, double smallest) {
+void check(const Case& c, Kernel kernel, DType dtype, double unit, double smallest, const Takes& takes) {
   std::mt19937 random(3);
   const int queries = c.queries, keys = c.keys;
   Input<S> query(kHeads, queries, c.head_dim, random), key(c.key_heads, keys, c.head_dim, random),
       value(c.value_heads, keys, c.value_dim, random), grad_output(kHeads, queries, c.value_dim, random);
-  Matrix<S> mask(kHeads, queries, keys, c.transposed && sizeof(S) == 4);  // tensor cores read vectors
-  Matrix<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
+  if (c.far) query.set(0, 32), key.set(0, -24);
+  Matrices<S> mask(kHeads, queries, keys, c.transposed && sizeof(S) == 4);  // tensor cores read vectors
+  Matrices<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
       grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
       grad_mask(kHeads, queries, keys, c.transposed);
   std::vector<float> bias(static_cast<size_t>(mask.array.size()));
@@ -144,7 +158,8 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       if (seen) continue;
       for (int h = 0; h < (x == &key ? c.key_heads : c.value_heads); ++h) store_nan(&x->array[x->at(h, j, 0)]);
     }
-  // Nor of the last rows of those that read the same key, from a tile's first one on, if they see none.
+  // Nor of the last rows of those that read the same key, if they see none: of their queries, and from a tile's first
+  // one on of their output's gradients.
   const int group = kHeads / (c.key_heads > c.value_heads ? c.key_heads : c.value_heads), rows = group * queries;
   const auto sees_some = [&](int i) {
     bool some = false;
@@ -153,9 +168,12 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   };
   int rows_end = rows;
   while (rows_end > 0 && !sees_some((rows_end - 1) % queries)) --rows_end;
-  for (int row = static_cast<int>(round_up(rows_end, kScoreTile)); row < rows; ++row)
-    for (int h = row / queries; h < kHeads; h += group)
-      for (auto* x : {&query, &grad_output}) store_nan(&x->array[x->at(h, row % queries, 0)]);
+  for (int row = rows_end; row < rows; ++row)
+    for (int h = row / queries; h < kHeads; h += group) {
+      store_nan(&query.array[query.at(h, row % queries, 0)]);
+      if (row >= round_up(rows_end, takes.rows_of_tile))
+        store_nan(&grad_output.array[grad_output.at(h, row % queries, 0)]);
+    }
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
   Array<int64_t> rng(3);
   rng[0] = 12345678901234, rng[1] = 7, rng[2] = kHeads - 1;
@@ -261,7 +279,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
 
 // Checks head sizes that are padded to kDim.
 template <class S, int kDim>
-void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
+void check_all(Kernel kernel, DType dtype, double unit, double smallest, const Takes& takes = {}) {
   // Known answers of the authors' library, Random123.
   require(philox({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0}) ==
               Philox{0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1},
@@ -270,6 +288,7 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
   const Case cases[] = {
       {.name = "plain", .queries = 128, .keys = 128, .head_dim = kDim, .value_dim = kDim},
       {.name = "causal", .queries = 70, .keys = 90, .head_dim = kDim, .value_dim = kDim, .causal = true},
+      {.name = "scores far below 0", .queries = 70, .keys = 90, .head_dim = kDim, .value_dim = kDim, .far = true},
       {.name = "causal, more queries than keys",
        .queries = 150,
        .keys = 70,
@@ -346,7 +365,9 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest) {
        .dropout = true,
        .shared = true},
   };
-  for (const Case& c : cases) check<S>(c, kernel, dtype, unit, smallest);
+  for (const Case& c : cases)
+    if (takes.options || (!c.mask && !c.dropout && c.key_heads == c.value_heads))
+      check<S>(c, kernel, dtype, unit, smallest, takes);
 }
 
 }  // namespace attn::cuda

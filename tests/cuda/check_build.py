@@ -73,8 +73,8 @@ def check_registers() -> tuple[int, int]:
 
     Kernels of float64, with two registers for each number, may have some in memory, and those with
     tensor cores a few addresses where that lets more blocks run at a time (kBlocks). On Hopper the
-    thread that sets a task has 32 or 56 registers with head_dim 64 or 256; in no loop over tiles is
-    one in memory (tests/test_cuda_sass.py).
+    producer has few registers, and may set a task with some in memory. tests/test_cuda_sass.py
+    counts those in loops over tiles.
     """
     command = [find("cuobjdump"), "-res-usage", LIBRARY]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -88,6 +88,8 @@ def check_registers() -> tuple[int, int]:
             allowed = 40 if "MmaGradientE4" in name else 24
         if hopper := re.search(r"ForwardWgmmaI\w+?Li(\d+)E", name):
             allowed = {"64": 88, "128": 0, "256": 24}[hopper[1]]
+        if hopper := re.search(r"Grad(?:Query|Key)WgmmaI\w+?Li(\d+)E", name):
+            allowed = {"64": 16, "128": 72}[hopper[1]]
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"
     return len(kernels), len(set(architectures))
 

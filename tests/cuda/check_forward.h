@@ -247,7 +247,7 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   }
   if (c.lists) {
     p.counters = counters.data();
-    p.order = order_of(p);
+    p.order = order_of_rows(p, p.rows_per_task);
     p.order.at_once = c.lists;
   }
   run([&] { return launch(p); });

@@ -64,6 +64,7 @@ ENTRIES = [
             program=program,
         )
         for name, program in (
+            ("Hopper's gradients", "check_backward_sm90"),
             ("latent attention on Hopper", "check_latent_sm90"),
             ("latent attention", "check_latent"),
         )

@@ -31,7 +31,8 @@ template <int kDim, int kConsumers, int kKeys, int kStages>
 struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, true, 1> {
   using Base = ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, true, 1>;
   using Base::shared, Base::p;
-  using typename Base::Tile, typename Base::Work;
+  using typename Base::Work;
+  using Tile = PanelTile<BFloat16, kKeys, kDim>;
 
   const MapParams& maps;
 

@@ -76,7 +76,7 @@ class Variants {
   void plan(int64_t rows, Dealing dealing) {
     p_.rows_per_task = rows;
     p_.keys_per_split = int64_t{1} << 40;
-    p_.order = order_of(p_);
+    p_.order = order_of_rows(p_, rows);
     const bool knows = dealing == Dealing::block_each || dealing == Dealing::known || p_.order.at_once == 0;
     if (dealing == Dealing::list_by_list) p_.order.at_once = 1;
     p_.counters = knows ? nullptr : counters_;

@@ -19,6 +19,7 @@
 
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
+#include "cuda/mma/gradients.cuh"
 #include "cuda/mma/mask_tile.cuh"
 
 namespace attn::cuda {
@@ -99,7 +100,7 @@ struct BackwardMma {
     int64_t group_rows;  // how many rows these heads have
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
-    double exponent_per_score;
+    Exponents exponents;
   };
   using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -131,9 +132,7 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    // exponent_slope(), the factor of the products, is rounded. The factor of the logsumexp is computed from this
-    // rounded number, because a large score and a large logsumexp must cancel in their difference.
-    if constexpr (!kGeneral) shared.exponent_per_score = double{exponent_slope()} / slope();
+    if constexpr (!kGeneral) shared.exponents = Exponents::of(p);
   }
   // Sets the members that depend on the group of heads. The group begins with `head`. Called by one thread, followed by
   // a barrier.
@@ -220,11 +219,6 @@ struct BackwardMma {
     return tile;
   }
 
-  // The tile that begins with row `number` of a group's list of rows.
-  struct TileOfRows {
-    int64_t number;
-    Row first;
-  };
   // Reads row i of a tile that has `count` rows. Rows from `count` on repeat the last row, and rows from kRows on are
   // not read. Callers read a row long before they need it, because reading takes long. By default i is the number of
   // the thread, because store_row() stores the row with this number.
@@ -259,13 +253,13 @@ struct BackwardMma {
 
   // Turns the logsumexp into the number that is subtracted from scores (with kGeneral) or from exponents (without).
   __device__ __forceinline__ void make_shift(BackwardRow& row) const {
-    if (row.logsumexp == -infinity<float>()) {
+    if constexpr (!kGeneral) {
+      const Pair<float> shift = shared.exponents.shift({row.logsumexp, row.logsumexp_low});
+      row.logsumexp = shift.high;
+      row.logsumexp_low = shift.low;
+    } else if (row.logsumexp == -infinity<float>()) {
       row.logsumexp = infinity<float>();
       row.logsumexp_low = 0;
-    } else if constexpr (!kGeneral) {  // as an exponent of 2
-      const double exponent = (double{row.logsumexp} + row.logsumexp_low) * shared.exponent_per_score;
-      row.logsumexp = static_cast<float>(exponent);
-      row.logsumexp_low = static_cast<float>(exponent - row.logsumexp);
     }
   }
   // Row i of the tile; `t` and `half` say which of the thread's own rows it is.
@@ -350,19 +344,13 @@ struct BackwardMma {
   __device__ __forceinline__ int count_of(const TileOfRows& tile) const {
     return static_cast<int>(smaller(kOther, shared.group_rows - tile.number));
   }
-  __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
-    return {tile.number + rows, row_after(shared.task.sequence.queries, tile.first, rows)};
-  }
   // Returns the first tile, from `tile` on, in which some row sees some key of the block.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
-    const Range seen = shared.rows_seen;
-    if (seen.empty()) return {shared.group_rows, tile.first};
-    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries,
-                                  shared.group_rows - tile.number, kOther));
+    return tile.first_seeing(shared.rows_seen, shared.task.sequence.queries, shared.group_rows, kOther);
   }
 
   __device__ __forceinline__ TileOfRows next_rows(const TileOfRows& tile) const {
-    return visible_from(after(tile, kOther));
+    return visible_from(tile.after(shared.task.sequence.queries, kOther));
   }
   __device__ __forceinline__ void start_mask_of(const TileOfRows& tile) {
     if (tile.number < shared.group_rows) start_mask(tile.first, count_of(tile), shared.task.first_key);
@@ -438,8 +426,8 @@ struct BackwardMma {
     if (!p.grad_query.data) return;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
     each_own([&](int t, int half, int i) {
-      write(p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds[t], half, slope(),
-            i < count);
+      write_gradient<S>(p, p.grad_query, base + shared.rows[0].rows.offset(p.grad_query, i), p.head_dim, of_ds[t], half,
+                        slope(), i < count);
     });
   }
 
@@ -495,8 +483,6 @@ struct BackwardMma {
   }
 
   __device__ __forceinline__ float slope() const { return ScoreFunction<float>::of(p).slope(); }
-  // d(log2 of the weight) / d(product).
-  __device__ __forceinline__ float exponent_slope() const { return slope() * kLog2E<float>; }
 
   // The first row or key of the warp.
   static __device__ __forceinline__ int own() { return 16 * kTiles * MmaThread().warp; }
@@ -611,7 +597,7 @@ struct BackwardMma {
         score = score == -infinity<float>() ? score : shifted * kLog2E<float>;
       });
     } else {
-      const float slope = exponent_slope();
+      const float slope = Exponents::slope_of(p);
       each(x, [&](float& product, int i, int, int t, int half, int) {
         const BackwardRow& row = row_of(rows, i, t, half);
         product = fmaf(product, slope, -row.logsumexp) - row.logsumexp_low;
@@ -651,22 +637,8 @@ struct BackwardMma {
     const int64_t base = batch_offset(p, to, shared.task.n) + shared.own_head * to.head;
     each_own([&](int t, int half, int i) {
       const int64_t key = shared.task.first_key + i;
-      write(to, base + key * to.row, cols, sum[t], half, scale, key < shared.task.last_key);
+      write_gradient<S>(p, to, base + key * to.row, cols, sum[t], half, scale, key < shared.task.last_key);
     });
-  }
-
-  // Writes a row of a gradient, if it exists (`there`). Called by all lanes.
-  __device__ __forceinline__ void write(const Operand& to, int64_t base, int64_t cols, const float (&sum)[kDim / 8][4],
-                                        int half, float scale, bool there) const {
-    const MmaThread thread;
-    const auto value = [&](int n, int c) { return sum[n][2 * half + c] * scale; };
-    if (takes_vectors(p, to, cols)) return write_vectors<S, kDim / 8>(to, base, cols, there, value);
-    if (!there) return;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-        if (thread.col(n) + c < cols) store_rounded(to, base + (thread.col(n) + c) * to.col, value(n, c));
   }
 };
 

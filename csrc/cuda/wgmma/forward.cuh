@@ -4,7 +4,7 @@
 // turns, so that one has the tensor cores while another computes weights.
 #pragma once
 
-#include "cuda/wgmma/tasks.cuh"
+#include "cuda/wgmma/row_tasks.cuh"
 
 namespace attn::cuda {
 
@@ -12,59 +12,42 @@ template <class S, int kRows, int kDim, int kKeys, int kStages>
 struct ForwardTiles {
   PanelTile<S, kRows, kDim> query;
   PanelTile<S, kKeys, kDim> key[kStages], value[kStages];
+
+  __device__ __forceinline__ void init_all() {}
 };
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kPaged: whether keys and values are stored
 // in pages. kTurns: whether consumers take turns. kFilling: how many threads fill a tile of keys or of values.
 template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kTurns = true,
           int kFilling = kGroupThreads / 2>
-struct ForwardWgmma : TasksWgmma<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers, 64 * kConsumers,
-                                 kKeys, kStages, 4 * kConsumers, kFilling> {
-  using Tasks = TasksWgmma<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers, 64 * kConsumers,
-                           kKeys, kStages, 4 * kConsumers, kFilling>;
-  using Tasks::kCopying, Tasks::kRows, Tasks::p, Tasks::shared;
-  using typename Tasks::Weighing, typename Tasks::Work;
+struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers,
+                                   64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling> {
+  using Tasks = ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers, 64 * kConsumers,
+                             kKeys, kStages, 4 * kConsumers, kFilling>;
+  using Tasks::p, Tasks::shared;
+  using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
   // Setting a task takes 80 registers. If consumers leave fewer, some of its numbers are in local memory.
   static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128;
   static constexpr int kProducerRegisters = kLeavesSome ? 88 : kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kConsumers / 8 * 8;
 
-  using Tile = PanelTile<S, kKeys, kDim>;
-  using Scores = float[kKeys / 8][4];
   using Output = float[kDim / 8][4];
   using Weights = uint32_t[kKeys / 16][4];
 
   __device__ __forceinline__ void run(int64_t number) {
-    run(number, [&](const Work& work, Ring<kStages>& stage) { copy_keys(work, stage); });
+    run(number, [&](const Work& work, Ring<kStages>& stage) {
+      Tasks::template copy_keys<kPaged>(work, stage, shared.key, shared.value);
+    });
   }
-  // `copy`: see TasksWgmma::run().
+  // `copy`: see RowTasks::run().
   template <class Copy>
   __device__ __forceinline__ void run(int64_t number, Copy copy) {
     if constexpr (!kHasSm90)
       trap();
     else
       Tasks::template run<kProducerRegisters, kConsumerRegisters>(
-          number, [&](const Work& work) { Tasks::start_rows(shared.query, work, 0, p.head_dim); }, copy,
-          [&](int consumer) { consume(consumer); });
-  }
-
-  __device__ __forceinline__ void copy_keys(const Work& work, Ring<kStages>& stage) {
-    const Task& task = work.task;
-    if (thread_index() % kGroupThreads < kCopying)
-      copy_keys(task, p.key, work.begin[Work::kKey] + task.key_head * p.key.head, p.head_dim, shared.key, shared.keys,
-                stage);
-    else
-      copy_keys(task, p.value, work.begin[Work::kValue] + task.value_head * p.value.head, p.value_dim, shared.value,
-                shared.values, stage);
-  }
-  template <class Barriers>
-  __device__ __forceinline__ void copy_keys(const Task& task, const Operand& x, int64_t begin, int64_t cols,
-                                            Tile (&tiles)[kStages], Barriers& barriers, Ring<kStages>& stage) {
-    const S* const data = static_cast<const S*>(x.data) + begin;
-    const PanelCopy<S, kKeys, kDim, kCopying> c{static_cast<int>(thread_index()) % kCopying};
-    Tasks::fill(task, barriers, stage, [&](int i, int64_t key, int keys) {
-      Tasks::template start_keys<kPaged>(c, tiles[i], task, x, data, key, keys, cols);
-    });
+          number, [&](const Work& work) { Tasks::start_rows(shared.query, work, Operands::kQuery, 0, p.head_dim); },
+          copy, [&](int consumer) { consume(consumer); });
   }
 
   // Consumers pass turns on in a circle, by one barrier each.
@@ -93,28 +76,28 @@ struct ForwardWgmma : TasksWgmma<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys
     Output output[1] = {};
     Weighing w(p, work, own);
     auto& x = w.x;
-    const int tiles = Tasks::uniform(work.tiles);
+    const int tiles = uniform(work.tiles);
     if (tiles > 0) {
       Weights weights;
       Ring<kStages>& stage = place.stage;
       wait(shared.queries.full[0], place.queries.parity);
       wait(shared.keys.full[stage.stage], stage.parity);
       wait_for_turn(consumer);
-      start_scores(x[0], consumer, stage.stage);
+      start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
       pass_turn(consumer);
       wait_for_products<0>(x[0]);
       arrive_once(shared.keys.empty[stage.stage]);
       w.weigh(0);
-      w.pack(weights);
+      pack_all<S>(weights, x[0]);
 #pragma unroll 1
       for (int tile = 1; tile < tiles; ++tile) {
         const Ring<kStages> before = stage;
         stage = stage.after();
         wait(shared.keys.full[stage.stage], stage.parity);
         wait_for_turn(consumer);
-        start_scores(x[0], consumer, stage.stage);
+        start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
         wait(shared.values.full[before.stage], before.parity);
-        start_output(output[0], weights, before.stage);
+        start_weighted(output[0], weights, shared.value[before.stage]);
         pass_turn(consumer);
         wait_for_products<1>(x[0]);
         arrive_once(shared.keys.empty[stage.stage]);
@@ -122,7 +105,7 @@ struct ForwardWgmma : TasksWgmma<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys
         keep_beside_products();
         wait_for_products<0>(output[0]);
         arrive_once(shared.values.empty[before.stage]);
-        w.pack(weights);
+        pack_all<S>(weights, x[0]);
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
@@ -131,29 +114,13 @@ struct ForwardWgmma : TasksWgmma<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys
       arrive_once(shared.queries.empty[0]);
       place.queries = place.queries.after();
       wait(shared.values.full[stage.stage], stage.parity);
-      start_output(output[0], weights, stage.stage);
+      start_weighted(output[0], weights, shared.value[stage.stage]);
       wait_for_products<0>(output[0]);
       arrive_once(shared.values.empty[stage.stage]);
       stage = stage.after();
     }
     w.add_lanes();
     Tasks::write(work, output, own, w.best, w.sum);
-  }
-
-  __device__ __forceinline__ void start_scores(Scores& x, int consumer, int stage) {
-    const Matrix query = from_row(shared.query.matrix(), 64 * consumer), key = shared.key[stage].matrix();
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k)
-      multiply_group<S, false, false>(x, from_column<kRows>(query, 16 * k), from_column<kKeys>(key, 16 * k), k > 0);
-    commit_products();
-  }
-  __device__ __forceinline__ void start_output(Output& output, const Weights& weights, int stage) {
-    const Matrix value = shared.value[stage].matrix();
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) multiply_group<S, true>(output, weights[k], from_row(value, 16 * k), true);
-    commit_products();
   }
 };
 

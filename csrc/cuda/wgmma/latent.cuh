@@ -5,7 +5,7 @@
 // compute the second half of the output while the first warpgroup has the next scores or weights in work.
 #pragma once
 
-#include "cuda/wgmma/tasks.cuh"
+#include "cuda/wgmma/row_tasks.cuh"
 
 namespace attn::cuda {
 
@@ -26,9 +26,11 @@ struct LatentTiles {
   float factor[kRows];
   float best[kRows], sum[kRows];
   RingBarriers<1, kGroupThreads, 4> given;
+
+  __device__ __forceinline__ void init_all() { given.init_all(); }
 };
 template <class S, int kStages, int kLength = LatentTile<S>::kLength>
-using LatentTasks = TasksWgmma<S, LatentTiles<S, kStages>, 2, kLength, kLength, kStages, 4, kGroupThreads / 2>;
+using LatentTasks = ForwardTasks<S, LatentTiles<S, kStages>, 2, kLength, kLength, kStages, 4, kGroupThreads / 2>;
 
 // S: the type of query and key. kPaged: whether keys are stored in pages. The ring `keys` has the first columns of the
 // keys, which the first consumer reads, and the ring `values` the others. The second consumer says when a stage of
@@ -41,7 +43,7 @@ struct LatentWgmma : LatentTasks<S, kStages> {
   static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
   using Tasks = LatentTasks<S, kStages>;
   using Tasks::kRows, Tasks::p, Tasks::shared;
-  using typename Tasks::Weighing, typename Tasks::Work;
+  using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
   using Softmax = typename Weighing::Softmax;
   using Output = float[1][kHalf / 8][4];
   using OfRows = float[2];  // of a thread
@@ -51,7 +53,6 @@ struct LatentWgmma : LatentTasks<S, kStages> {
     if constexpr (!kHasSm90) {
       trap();
     } else {
-      if (threadIdx.x == 0) shared.given.init_all();
       Tasks::template run<kProducerRegisters, kConsumerRegisters>(
           number, [&](const Work& work) { start_rows(work); },
           [&](const Work& work, Ring<kStages>& stage) { copy_keys(work, stage); },
@@ -71,13 +72,14 @@ struct LatentWgmma : LatentTasks<S, kStages> {
   }
 
   __device__ __forceinline__ void start_rows(const Work& work) {
-    Tasks::start_rows(shared.query.first, work, 0, p.head_dim);
-    Tasks::start_rows(shared.query.second, work, kHalf, p.head_dim - kHalf);
-    Tasks::start_rows(shared.query.last, work, 2 * kHalf, p.head_dim - 2 * kHalf);
+    Tasks::start_rows(shared.query.first, work, Operands::kQuery, 0, p.head_dim);
+    Tasks::start_rows(shared.query.second, work, Operands::kQuery, kHalf, p.head_dim - kHalf);
+    Tasks::start_rows(shared.query.last, work, Operands::kQuery, 2 * kHalf, p.head_dim - 2 * kHalf);
   }
   __device__ __forceinline__ void copy_keys(const Work& work, Ring<kStages>& stage) {
     const Task& task = work.task;
-    const S* const data = static_cast<const S*>(p.key.data) + work.begin[Work::kKey] + task.key_head * p.key.head;
+    const S* const data =
+        static_cast<const S*>(p.key.data) + work.begins.of[Operands::kKey] + task.key_head * p.key.head;
     const int thread = static_cast<int>(thread_index()) % Tasks::kCopying;
     const PanelCopy<S, kKeys, kHalf, Tasks::kCopying> of_half{thread};
     const PanelCopy<S, kKeys, LatentTile<S>::kLast, Tasks::kCopying> of_last{thread};
@@ -103,7 +105,7 @@ struct LatentWgmma : LatentTasks<S, kStages> {
 
   // The first consumer.
   __device__ __forceinline__ void weigh(const Work& work, Place& place, Output& output, OfRows& best, OfRows& sum) {
-    const int tiles = Tasks::uniform(work.tiles);
+    const int tiles = uniform(work.tiles);
     if (tiles == 0) return;
     Weighing w(p, work, own_row());
     wait(shared.queries.full[0], place.queries.parity);
@@ -114,18 +116,13 @@ struct LatentWgmma : LatentTasks<S, kStages> {
       wait_for_products<0>(w.x[0]);
       w.weigh(tile);
       Weights weights;
-      w.pack(weights);
+      pack_all<S>(weights, w.x[0]);
       give(place, [&] {
         store(weights);
         put(shared.factor, w.factor);
       });
       Softmax::rescale(output[0], w.factor);
-      begin_products();
-      const Matrix value = shared.key[stage.stage].first.matrix();
-#pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k)
-        multiply_group<S, true>(output[0], weights[k], from_row(value, 16 * k), true);
-      commit_products();
+      start_weighted(output[0], weights, shared.key[stage.stage].first);
       wait_for_products<0>(output[0]);
       arrive_once(shared.keys.empty[stage.stage]);
       place.stage = stage.after();
@@ -146,7 +143,7 @@ struct LatentWgmma : LatentTasks<S, kStages> {
 
   // The second consumer.
   __device__ __forceinline__ void receive(const Work& work, Place& place, Output& output, OfRows& best, OfRows& sum) {
-    const int tiles = Tasks::uniform(work.tiles);
+    const int tiles = uniform(work.tiles);
     if (tiles == 0) return;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {

@@ -1,4 +1,4 @@
-// What kernels on Hopper's tensor cores share: tiles in panels, the copies of a producer, stages and turns.
+// What kernels on Hopper's tensor cores share: tiles in panels, their products, the copies of a producer, stages.
 #pragma once
 
 #include "cuda/mma/mma.cuh"
@@ -17,6 +17,39 @@ struct PanelTile {
 
   __device__ __forceinline__ Matrix matrix() const { return matrix_at(shared_address(numbers), kPanelBytes); }
 };
+
+// Starts x = A B^T, where A are 64 rows of `own`, from row `first` on, and B are all rows of `other`.
+template <class S, int kOwn, int kOthers, int kDim>
+__device__ __forceinline__ void start_dots(float (&x)[kOthers / 8][4], const PanelTile<S, kOwn, kDim>& own, int first,
+                                           const PanelTile<S, kOthers, kDim>& other) {
+  const Matrix a = from_row(own.matrix(), first), b = other.matrix();
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k)
+    multiply_group<S, false, false>(x, from_column<kOwn>(a, 16 * k), from_column<kOthers>(b, 16 * k), k > 0);
+  commit_products();
+}
+// Starts sum += X B, where pack_all() has packed X, and B are all rows of `other`.
+template <class S, int kOthers, int kDim>
+__device__ __forceinline__ void start_weighted(float (&sum)[kDim / 8][4], const uint32_t (&x)[kOthers / 16][4],
+                                               const PanelTile<S, kOthers, kDim>& other) {
+  const Matrix b = other.matrix();
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < kOthers / 16; ++k) multiply_group<S, true>(sum, x[k], from_row(b, 16 * k), true);
+  commit_products();
+}
+// Two fragments C [16 x 8] together have the layout of an A [16 x 16].
+template <class S, int kFragments>
+__device__ __forceinline__ void pack_all(uint32_t (&to)[kFragments / 2][4], const float (&x)[kFragments][4]) {
+#pragma unroll
+  for (int k = 0; k < kFragments / 2; ++k)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&two)[4] = x[2 * k + i / 2];
+      to[k][i] = pack<S>(two[2 * (i % 2)], two[2 * (i % 2) + 1]);
+    }
+}
 
 // Copies rows to a tile, with kThreads threads, of which this one is `thread`. Each thread copies one vector of every
 // kRowsAtOnce-th row.
@@ -109,6 +142,38 @@ struct RingBarriers {
     for (Barrier& b : empty) init(b, kReaders);
   }
 };
+
+// Copies of a thread of the producer. Those to one tile are under way while the thread waits for the next tile to be
+// empty.
+struct Filling {
+  Barrier* pending;  // of the copies that are under way
+
+  // Fills a stage of a ring: start(stage) starts the copies.
+  template <class Barriers, int kStages, class Start>
+  __device__ __forceinline__ void fill(Barriers& barriers, Ring<kStages>& stage, Start start) {
+    if (pending && !has_ended(barriers.empty[stage.stage], stage.parity ^ 1)) finish();
+    wait(barriers.empty[stage.stage], stage.parity ^ 1);
+    start(stage.stage);
+    commit_copies();
+    if (pending) {
+      wait_for_copies<1>();
+      publish_writes();
+      arrive(*pending);
+    }
+    pending = &barriers.full[stage.stage];
+    stage = stage.after();
+  }
+  // Some copies are under way.
+  __device__ __forceinline__ void finish() {
+    wait_for_copies<0>();
+    publish_writes();
+    arrive(*pending);
+    pending = nullptr;
+  }
+};
+
+// The number that all lanes of the warp hold. The compiler sees that they do, and computes what follows once for all.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // One lane of a warp arrives. Called by all lanes of a warp, after they have waited for products that read what the
 // barrier guards. (Four warps of a warpgroup do not end at the same time, so one arrival for all four would be early.)

@@ -1,0 +1,243 @@
+// What kernels on Hopper have in common whose tasks are rows: the forwards, and the gradient of the query. A task
+// passes over the keys that its rows see.
+#pragma once
+
+#include "cuda/mma/online_softmax.cuh"
+#include "cuda/wgmma/tasks.cuh"
+
+namespace attn::cuda {
+
+// A task of kRows rows and its tiles of kKeys keys. Every row sees all keys of the tiles from first_seen to last_seen -
+// 1.
+template <class Params, int kRows, int kKeys>
+struct RowWork {
+  Task task;
+  int tiles, first_seen, last_seen;
+  Begins<Params> begins;
+
+  __device__ __forceinline__ void set(const Params& p, int64_t number) {
+    task.set(p, number, kRows, kKeys);
+    const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
+    tiles = static_cast<int>(divide_up(keys, kKeys));
+    first_seen = last_seen = 0;
+    if (tiles == 0) return;
+    const Range seen = task.seen_by_all;
+    first_seen = static_cast<int>(divide_up(smaller(keys, larger(0, seen.first - task.first_key)), kKeys));
+    last_seen = static_cast<int>(smaller(keys, larger(0, seen.last - task.first_key)) / kKeys);
+  }
+};
+
+// Tiles of the kernels below: `Tiles`, and the barriers of the rows and of two rings of kStages tiles each, which the
+// producer fills side by side. kReaders warps say that a tile has been read, and that the rows have been read.
+// kFilling: how many threads fill a tile.
+template <class Tiles, int kStages, int kReaders, int kFilling>
+struct RowTiles : Tiles {
+  RingBarriers<1, kGroupThreads, kReaders> queries;
+  RingBarriers<kStages, kFilling, kReaders> keys, values;
+
+  __device__ __forceinline__ void init_all() {
+    Tiles::init_all();
+    queries.init_all();
+    keys.init_all();
+    values.init_all();
+  }
+};
+
+// S: the type of query, key, value. See RowWork, RowTiles and TasksWgmma.
+template <class Params, class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders,
+          int kFilling>
+struct RowTasks
+    : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers> {
+  using Tasks =
+      TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers>;
+  using Tasks::p, Tasks::shared;
+  using Work = RowWork<Params, kTaskRows, kKeys>;
+  using Operands = TaskOperands<Params>;
+  static constexpr int kRows = kTaskRows;
+  static constexpr int kCopying = kGroupThreads / 2;  // one half of the producer fills `keys`, the other half `values`
+
+  ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
+    if constexpr (requires { p.splits; }) return p.splits * blocks_of_rows(p, kRows);
+    return blocks_of_rows(p, kRows);
+  }
+
+  // start_rows(work) starts to copy the rows of a task. Then copy(work, stage) copies its keys and values, and waits
+  // for the rows. attend(work, consumer) is the part of a consumer, if the task has rows.
+  template <int kProducerRegisters, int kConsumerRegisters, class StartRows, class Copy, class Consume>
+  __device__ __forceinline__ void run(int64_t number, StartRows start_rows, Copy copy, Consume consume) {
+    Ring<1> queries;
+    Ring<kStages> stage;  // of keys or of values, whichever this thread copies
+    Tasks::template run<kProducerRegisters, kConsumerRegisters>(
+        number, blocks(p),
+        [&](const Work& work) {
+          if (work.tiles == 0) return;
+          wait(shared.queries.empty[0], queries.parity ^ 1);
+          start_rows(work);
+          commit_copies();
+          copy(work, stage);
+          queries = queries.after();
+        },
+        consume);
+  }
+  // Calls attend(work) for each task that has rows.
+  template <class Attend>
+  __device__ __forceinline__ void consume(Attend attend) {
+    Tasks::consume([&](const Work& work) {
+      if (uniform(work.task.rows) > 0) attend(work);
+    });
+  }
+
+  // --- the producer ---
+
+  // Starts to copy `cols` numbers of each row of the task's batch entry in `x`, from number `col` on.
+  template <int kCols>
+  __device__ __forceinline__ void start_rows(PanelTile<S, kRows, kCols>& tile, const Work& work,
+                                             typename Operands::Name name, int col, int64_t cols) {
+    const Task& task = work.task;
+    const Operand& x = Operands::at(p, name);
+    const S* const data = static_cast<const S*>(x.data) + work.begins.of[name] + col;
+    PanelCopy<S, kRows, kCols, kGroupThreads>{thread_index() % kGroupThreads}.start_scattered(
+        tile, data, task.rows, cols, [&](int i) {
+          const Row row = task.row_at(i);
+          return row.head * x.head + row.position * x.row;
+        });
+  }
+
+  // Fills one of the two rings with a task's keys, tile by tile: start(stage, key, keys) starts to copy `keys` keys
+  // from `key` on. The copies of the rows have been started before: their barrier is arrived at as soon as they are
+  // there.
+  template <class Barriers, class Start>
+  __device__ __forceinline__ void fill(const Task& task, Barriers& barriers, Ring<kStages>& stage, Start start) {
+    const int64_t last = task.last_key;
+    Filling filling{&shared.queries.full[0]};
+#pragma unroll 1
+    for (int64_t key = task.first_key; key < last; key += kKeys)
+      filling.fill(barriers, stage, [&](int i) { start(i, key, static_cast<int>(smaller(kKeys, last - key))); });
+    filling.finish();
+  }
+  // Starts to copy `keys` keys, or their values, from `key` on. `cols`: the numbers of a row behind `data`.
+  template <bool kPaged, int kCols>
+  __device__ __forceinline__ void start_keys(const PanelCopy<S, kKeys, kCols, kCopying>& copy,
+                                             PanelTile<S, kKeys, kCols>& tile, const Task& task, const Operand& x,
+                                             const S* data, int64_t key, int keys, int64_t cols) {
+    if constexpr (kPaged)
+      copy.start_scattered(tile, data, keys, cols,
+                           [&](int j) { return offset_in_pages(p, x.page, x.row, task.n, key + j); });
+    else
+      copy.start(tile, data + key * x.row, x.row, keys, cols);
+  }
+  // Fills both rings, whose tiles are `key` and `value`.
+  template <bool kPaged, int kDim>
+  __device__ __forceinline__ void copy_keys(const Work& work, Ring<kStages>& stage,
+                                            PanelTile<S, kKeys, kDim> (&key)[kStages],
+                                            PanelTile<S, kKeys, kDim> (&value)[kStages]) {
+    const Task& task = work.task;
+    if (thread_index() % kGroupThreads < kCopying)
+      copy_keys<kPaged>(task, p.key, work.begins.of[Operands::kKey] + task.key_head * p.key.head, p.head_dim, key,
+                        shared.keys, stage);
+    else
+      copy_keys<kPaged>(task, p.value, work.begins.of[Operands::kValue] + task.value_head * p.value.head, p.value_dim,
+                        value, shared.values, stage);
+  }
+  template <bool kPaged, int kDim, class Barriers>
+  __device__ __forceinline__ void copy_keys(const Task& task, const Operand& x, int64_t begin, int64_t cols,
+                                            PanelTile<S, kKeys, kDim> (&tiles)[kStages], Barriers& barriers,
+                                            Ring<kStages>& stage) {
+    const S* const data = static_cast<const S*>(x.data) + begin;
+    const PanelCopy<S, kKeys, kDim, kCopying> c{static_cast<int>(thread_index()) % kCopying};
+    fill(task, barriers, stage,
+         [&](int i, int64_t key, int keys) { start_keys<kPaged>(c, tiles[i], task, x, data, key, keys, cols); });
+  }
+
+  // --- the consumers ---
+
+  static __device__ __forceinline__ Row row_of(const Task& task, int i) {
+    return task.row_at(RowTile<kRows>::last_repeated(i, task.rows));
+  }
+
+  // Hides keys that rows of a warp do not see.
+  struct Hiding {
+    // The positions of a warp's 16 rows, as ScoresMma::hide_keys() asks for them: by lane % 16.
+    struct OwnRows {
+      struct {
+        int64_t of_lane;
+        __device__ __forceinline__ int64_t operator[](int) const { return of_lane; }
+      } position;
+    };
+
+    const Work& work;
+    int own;  // the warp's first row
+    int first_seen, last_seen;
+    OwnRows rows;
+
+    __device__ __forceinline__ Hiding(const Work& work, int own)
+        : work(work),
+          own(own),
+          first_seen(uniform(work.first_seen)),
+          last_seen(uniform(work.last_seen)),
+          rows{{row_of(work.task, own + thread_index() % 16).position}} {}
+
+    // Whether some row does not see some key of the tile.
+    __device__ __forceinline__ bool hides(int tile) const { return tile < first_seen || tile >= last_seen; }
+    __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4], int tile) const {
+      ScoresMma<S, kKeys / 8, false>::hide_keys(x, own, work.task.sequence, rows, kRows,
+                                                work.task.first_key + int64_t{tile} * kKeys);
+    }
+  };
+};
+
+// The forwards, dense and latent.
+template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling>
+struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling> {
+  using Rows = RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling>;
+  using Rows::p;
+  using typename Rows::Hiding, typename Rows::Operands, typename Rows::Work;
+
+  // The softmax of a thread's two rows.
+  struct Weighing : Hiding {
+    using Softmax = OnlineSoftmax<1, kKeys / 8, false>;
+
+    Softmax softmax;
+    float best[2] = {-infinity<float>(), -infinity<float>()}, sum[2] = {}, factor[2];
+    float x[1][kKeys / 8][4];  // the scores of a tile, then its weights
+
+    __device__ __forceinline__ Weighing(const ForwardParams& p, const Work& work, int own)
+        : Hiding(work, own), softmax{p} {}
+
+    // Turns the scores of a tile into weights.
+    __device__ __forceinline__ void weigh(int tile) {
+      if (this->hides(tile)) this->hide(x[0], tile);
+      float shift[2];
+      const float old[2] = {best[0], best[1]};
+      softmax.raise(best, x);
+      softmax.find_shift(x, old, best, shift, factor);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
+    }
+    // Adds the sums of the four lanes of a row.
+    __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+      for (float& of_row : sum) {
+        of_row += __shfl_xor_sync(~0u, of_row, 1);
+        of_row += __shfl_xor_sync(~0u, of_row, 2);
+      }
+    }
+  };
+
+  // Writes `output`, which begins with column `col` of the task's rows from `own` on: a warp's 16 rows.
+  template <int kOutputs>
+  __device__ __forceinline__ void write(const Work& work, const float (*output)[kOutputs][4], int own,
+                                        const float (&best)[2], const float (&sum)[2], int col = 0) {
+    const OnlineSoftmax<1, kKeys / 8, false> softmax{p};
+    const bool vectors = softmax.writes_vectors(p);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = own + MmaThread().group + 8 * r;
+      const OutputRow<float> to(p, work.begins.of[Operands::kOutput], work.begins.of[Operands::kResidual],
+                                Rows::row_of(work.task, i), work.task.split);
+      softmax.template write<S>(to, vectors, i < work.task.rows, output, r, best[r], sum[r], col);
+    }
+  }
+};
+
+}  // namespace attn::cuda
