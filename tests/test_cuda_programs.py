@@ -394,7 +394,7 @@ MUTATIONS = {
             ),
             (
                 "keys are infinite",
-                "    «make_finite<kConsumerThreads>(s.x, shared.key[stage.stage]);»",
+                "    «make_finite<Tasks::kConsumerThreads>(s.x, shared.key[stage.stage]);»",
                 ";",
             ),
             (
@@ -427,7 +427,7 @@ MUTATIONS = {
                 "    «wait_for_products<0>(dx);»",
                 ";",
             ),
-            ("queries are infinite", "    «make_finite<kConsumerThreads>(x, query);»", ";"),
+            ("queries are infinite", "    «make_finite<Tasks::kConsumerThreads>(x, query);»", ";"),
             (
                 "a tile is made finite while products read it",
                 "  «sync_threads<kThreads>(kBarrier);»  // all threads",

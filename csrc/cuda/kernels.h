@@ -41,11 +41,8 @@ constexpr int64_t kDecodeRows = 16;
 constexpr int64_t forward_wgmma_rows(int64_t dim) { return dim <= 64 ? 192 : dim <= kMmaMaxDim ? 128 : 64; }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
 
-// The largest size of a head in the backward on Hopper. Blocks of 128 keys sum dK and dV over tiles of so many rows,
-// blocks of 128 rows sum dQ over tiles of so many keys.
+// The largest size of a head in the backward on Hopper.
 constexpr int64_t kBackwardWgmmaDim = 128;
-constexpr int backward_wgmma_rows(int64_t dim) { return dim <= 64 ? 96 : 64; }
-constexpr int backward_wgmma_keys(int64_t dim) { return dim <= 64 ? 128 : 96; }
 
 // The largest sizes of multi-head latent attention, and the rows of a block on a GPU other than Hopper.
 constexpr int64_t kLatentKeyDim = 576, kLatentValueDim = 512, kLatentMmaRows = 32;
@@ -57,7 +54,7 @@ Error with_padded_dim(int64_t dim, F f) {
   return dim <= 128 ? f.template operator()<128>() : f.template operator()<256>();
 }
 
-// Of kernels whose blocks stay for many tasks. (A kernel takes 4 KiB of parameters, and SecondParams has no byte left.)
+// For kernels whose blocks stay for many tasks. (Beside what SecondParams has, a kernel's 4 KiB hold no more.)
 struct BackwardTaskParams : BackwardParams, TaskCounters {};
 
 // S: Half or BFloat16. kPaged: whether keys and values are stored in pages.
@@ -93,7 +90,8 @@ Error launch_latent_mma(const ForwardParams& p, Stream stream);
 template <class S, int kDim>
 Error launch_backward_mma(const BackwardParams& p, Stream stream);
 
-// The same on Hopper, without a mask. `counter` is memory for one number, in which blocks count their tasks.
+// The same on Hopper, where uses_backward_wgmma(). `counter` is memory for one number, in which blocks count their
+// tasks.
 template <class S, int kDim>
 Error launch_backward_wgmma(const BackwardParams& p, int* counter, const Gpu& gpu);
 

@@ -100,7 +100,7 @@ struct BackwardMma {
     int64_t group_rows;  // how many rows these heads have
     const S *query_data, *grad_output_data, *key_data, *value_data;  // of the batch entry, and of the keys' heads
     int64_t mask_base, grad_mask_base;
-    Exponents exponents;
+    double exponent_per_score;
   };
   using Fragments = ScoresMma<S, kOther / 8, kOwnsKeys>;
   using Scores = typename Fragments::Scores[kTiles];
@@ -132,7 +132,7 @@ struct BackwardMma {
     if (p.has_mask) shared.mask_base = batch_offset(p, p.mask, n);
     if (p.grad_mask.data) shared.grad_mask_base = batch_offset(p, p.grad_mask, n);
     shared.group_rows = shared.task.rows_of_group(p);
-    if constexpr (!kGeneral) shared.exponents = Exponents::of(p);
+    if constexpr (!kGeneral) shared.exponent_per_score = exponent_per_score(p);
   }
   // Sets the members that depend on the group of heads. The group begins with `head`. Called by one thread, followed by
   // a barrier.
@@ -219,6 +219,11 @@ struct BackwardMma {
     return tile;
   }
 
+  // The tile that begins with row `number` of a group's list of rows.
+  struct TileOfRows {
+    int64_t number;
+    Row first;
+  };
   // Reads row i of a tile that has `count` rows. Rows from `count` on repeat the last row, and rows from kRows on are
   // not read. Callers read a row long before they need it, because reading takes long. By default i is the number of
   // the thread, because store_row() stores the row with this number.
@@ -254,7 +259,7 @@ struct BackwardMma {
   // Turns the logsumexp into the number that is subtracted from scores (with kGeneral) or from exponents (without).
   __device__ __forceinline__ void make_shift(BackwardRow& row) const {
     if constexpr (!kGeneral) {
-      const Pair<float> shift = shared.exponents.shift({row.logsumexp, row.logsumexp_low});
+      const Pair<float> shift = exponent_shift({row.logsumexp, row.logsumexp_low}, shared.exponent_per_score);
       row.logsumexp = shift.high;
       row.logsumexp_low = shift.low;
     } else if (row.logsumexp == -infinity<float>()) {
@@ -344,13 +349,19 @@ struct BackwardMma {
   __device__ __forceinline__ int count_of(const TileOfRows& tile) const {
     return static_cast<int>(smaller(kOther, shared.group_rows - tile.number));
   }
+  __device__ __forceinline__ TileOfRows after(const TileOfRows& tile, int64_t rows) const {
+    return {tile.number + rows, row_after(shared.task.sequence.queries, tile.first, rows)};
+  }
   // Returns the first tile, from `tile` on, in which some row sees some key of the block.
   __device__ __forceinline__ TileOfRows visible_from(const TileOfRows& tile) const {
-    return tile.first_seeing(shared.rows_seen, shared.task.sequence.queries, shared.group_rows, kOther);
+    const Range seen = shared.rows_seen;
+    if (seen.empty()) return {shared.group_rows, tile.first};
+    return after(tile, rows_until(seen, tile.first.position, shared.task.sequence.queries,
+                                  shared.group_rows - tile.number, kOther));
   }
 
   __device__ __forceinline__ TileOfRows next_rows(const TileOfRows& tile) const {
-    return visible_from(tile.after(shared.task.sequence.queries, kOther));
+    return visible_from(after(tile, kOther));
   }
   __device__ __forceinline__ void start_mask_of(const TileOfRows& tile) {
     if (tile.number < shared.group_rows) start_mask(tile.first, count_of(tile), shared.task.first_key);
@@ -597,10 +608,10 @@ struct BackwardMma {
         score = score == -infinity<float>() ? score : shifted * kLog2E<float>;
       });
     } else {
-      const float slope = Exponents::slope_of(p);
+      const float slope = exponent_slope(p);
       each(x, [&](float& product, int i, int, int t, int half, int) {
         const BackwardRow& row = row_of(rows, i, t, half);
-        product = fmaf(product, slope, -row.logsumexp) - row.logsumexp_low;
+        product = exponent_of(product, slope, {row.logsumexp, row.logsumexp_low});
       });
     }
   }

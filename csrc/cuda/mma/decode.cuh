@@ -24,7 +24,7 @@ struct DecodeMma {
   // Of a tile. The smallest keys are read so fast that instructions would bind: more keys share those of a tile.
   static constexpr int kKeys = kEight && kDim == 64 ? 32 : 16;
   static constexpr int kStep = kWarps * kKeys;  // from a warp's tile to its next one
-  static constexpr int kOfBoth = kKeys / 16;    // a lane looks up so many of the tile's keys and values
+  static constexpr int kLookups = kKeys / 16;   // a lane looks up so many of the tile's keys and values
   static constexpr int kRingBytes = 16 << 10;   // of a warp
   static_assert(kRows == 16);
 
@@ -64,7 +64,7 @@ struct DecodeMma {
   const Softmax softmax;
   const MmaThread thread{threadIdx.x};  // in registers, of which there are enough
   // Where keys and values of the next tile are. Lane i has numbers i and i + 32 of both, keys first.
-  int64_t in_pages[kOfBoth] = {};
+  int64_t in_pages[kLookups] = {};
 
   __device__ DecodeMma(const ForwardParams& p, Shared& shared) : p(p), shared(shared), task(shared.task), softmax{p} {}
 
@@ -110,14 +110,14 @@ struct DecodeMma {
 
   // Starts to copy the keys or the values of the tile that begins with `key`, if the warp wants it.
   __device__ __forceinline__ void start(Tile& tile, const Operand& x, const Number* data, int64_t cols, int64_t key,
-                                        int first_of_both, bool wanted) {
+                                        int first_lookup, bool wanted) {
     if (wanted) {
       const int rows = static_cast<int>(smaller(kKeys, task.last_key - key));
       const auto* const first_row = reinterpret_cast<const S*>(kPaged ? data : data + key * x.row);
       if constexpr (kPaged) {
         const auto from = [&](unsigned first, int i) {
-          const int lane = first_of_both % 32 + first + i;
-          return first_row + __shfl_sync(~0u, in_pages[first_of_both / 32], lane) / kPerNumber;
+          const int lane = first_lookup % 32 + first + i;
+          return first_row + __shfl_sync(~0u, in_pages[first_lookup / 32], lane) / kPerNumber;
         };
         copy_tile<32>(tile, rows, cols / kPerNumber, from, thread.lane);
       } else {
@@ -128,7 +128,7 @@ struct DecodeMma {
   }
   __device__ __forceinline__ void start_keys(Stage& stage, const Number* data, int64_t key, bool wanted) {
     if constexpr (kPaged)
-      for_own([&](int i, bool of_key, int row) {
+      for_lookups([&](int i, bool of_key, int row) {
         if (key + row < task.last_key)
           in_pages[i] = offset_in_pages(p, of_key ? p.key.page : p.value.page, of_key ? p.key.row : p.value.row, task.n,
                                         key + row);
@@ -141,9 +141,9 @@ struct DecodeMma {
 
   // Calls f(i, of_key, row) for number i of those keys and values of a tile that this lane looks up.
   template <class F>
-  __device__ __forceinline__ void for_own(F f) {
+  __device__ __forceinline__ void for_lookups(F f) {
 #pragma unroll
-    for (int i = 0; i < kOfBoth; ++i) {
+    for (int i = 0; i < kLookups; ++i) {
       const int number = 32 * i + thread.lane;
       f(i, number < kKeys, number % kKeys);
     }
@@ -180,10 +180,10 @@ struct DecodeMma {
     }
     typename Fragments::Mask mask;
     if constexpr (kHasMask) read_mask<M>(mask, key);
-    float scales[kOfBoth] = {};  // of the tile, as in_pages
+    float scales[kLookups] = {};  // of the tile, as in_pages
     const auto read_scales = [&](int64_t key) {
       if constexpr (kEight)
-        for_own([&](int i, bool of_key, int row) { scales[i] = shared.scales.of(p, task, of_key, key + row); });
+        for_lookups([&](int i, bool of_key, int row) { scales[i] = shared.scales.of(p, task, of_key, key + row); });
     };
     read_scales(key);
     int at = 0;
@@ -223,13 +223,13 @@ struct DecodeMma {
     else
       add_dots<1>(x, shared.query, 0, key);
   }
-  // Multiplies products or weights by the scales of their keys (first_of_both = 0) or values (kKeys).
-  __device__ __forceinline__ void scale(Scores& x, const float (&scales)[kOfBoth], int first_of_both) {
+  // Multiplies products or weights by the scales of their keys (first_lookup = 0) or values (kKeys).
+  __device__ __forceinline__ void scale(Scores& x, const float (&scales)[kLookups], int first_lookup) {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float of_key = __shfl_sync(~0u, scales[first_of_both / 32], first_of_both % 32 + thread.col(n) + c);
+        const float of_key = __shfl_sync(~0u, scales[first_lookup / 32], first_lookup % 32 + thread.col(n) + c);
         x[0][n][c] *= of_key, x[0][n][2 + c] *= of_key;
       }
   }

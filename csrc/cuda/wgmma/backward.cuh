@@ -16,6 +16,10 @@
 
 namespace attn::cuda {
 
+// Blocks of 128 rows sum dQ over tiles of so many keys, and blocks of 128 keys sum dK and dV over tiles of so many rows.
+constexpr int backward_wgmma_keys(int dim) { return dim <= 64 ? 128 : 96; }
+constexpr int backward_wgmma_rows(int dim) { return dim <= 64 ? 96 : 64; }
+
 // Whether a tile is finite, whose products with others are `x`. A number of the tile that is not finite makes all its
 // products so. Therefore all warps of the block find the same answer, though each of them has products of its own.
 template <class S, int kRows, int kCols>
@@ -87,7 +91,6 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   using Tasks::kRows, Tasks::p, Tasks::shared;
   using typename Tasks::Hiding, typename Tasks::Operands, typename Tasks::Work;
   using Scores = float[kKeys / 8][4];
-  static constexpr int kConsumerThreads = kRows / 64 * kGroupThreads;
 
   __device__ __forceinline__ void run(int64_t number) {
     if constexpr (!kHasSm90)
@@ -113,20 +116,20 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     Ring<1> queries;
   };
   // dS of a thread's two rows.
-  struct Slopes : Hiding {
+  struct ScoreGradients : Hiding {
     float slope;
     Pair<float> shift[2];
     float delta[2];
     Scores x, dx;  // products of Q and K, of G and V; then weights, dS
 
-    __device__ __forceinline__ Slopes(const BackwardTaskParams& p, const Work& work, int own)
-        : Hiding(work, own), slope(Exponents::slope_of(p)) {
-      const Exponents exponents = Exponents::of(p);
+    __device__ __forceinline__ ScoreGradients(const BackwardTaskParams& p, const Work& work, int own)
+        : Hiding(work, own), slope(exponent_slope(p)) {
+      const double per_score = exponent_per_score(p);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Row row = Tasks::row_of(work.task, own + MmaThread().group + 8 * r);
         const int64_t number = row_number(p, row.n, row.head, row.position);
-        shift[r] = exponents.shift(static_cast<const Pair<float>*>(p.logsumexp)[number]);
+        shift[r] = exponent_shift(static_cast<const Pair<float>*>(p.logsumexp)[number], per_score);
         delta[r] = static_cast<const float*>(p.delta)[number];
       }
     }
@@ -135,12 +138,12 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
 #pragma unroll
       for (auto& four : x)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = fmaf(four[i], slope, -shift[i / 2].high) - shift[i / 2].low;
+        for (int i = 0; i < 4; ++i) four[i] = exponent_of(four[i], slope, shift[i / 2]);
       if (this->hides(tile)) this->hide(x, tile);
       turn_into_weights(x);
     }
     // Turns dx into dS.
-    __device__ __forceinline__ void make_slopes(int tile) {
+    __device__ __forceinline__ void make_ds(int tile) {
 #pragma unroll
       for (auto& four : dx)
 #pragma unroll
@@ -149,7 +152,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     }
   };
 
-  __device__ __forceinline__ void start(Slopes& s, int consumer, const Ring<kStages>& stage) {
+  __device__ __forceinline__ void start(ScoreGradients& s, int consumer, const Ring<kStages>& stage) {
     wait(shared.keys.full[stage.stage], stage.parity);
     start_dots(s.x, shared.query, 64 * consumer, shared.key[stage.stage]);
     wait(shared.values.full[stage.stage], stage.parity);
@@ -157,14 +160,14 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   }
   // Computes dS, beside kSums sums that are under way.
   template <int kSums>
-  __device__ __forceinline__ void compute(Slopes& s, int tile, const Ring<kStages>& stage) {
+  __device__ __forceinline__ void compute(ScoreGradients& s, int tile, const Ring<kStages>& stage) {
     wait_for_products<kSums + 1>(s.x);
-    make_finite<kConsumerThreads>(s.x, shared.key[stage.stage]);
+    make_finite<Tasks::kConsumerThreads>(s.x, shared.key[stage.stage]);
     s.weigh(tile);
     keep_beside_products();
     wait_for_products<kSums>(s.dx);
     arrive_once(shared.values.empty[stage.stage]);
-    s.make_slopes(tile);
+    s.make_ds(tile);
   }
 
   __device__ __forceinline__ void attend(const Work& work, int consumer, Place& place) {
@@ -172,7 +175,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     const int tiles = uniform(work.tiles);
     float sum[kDim / 8][4] = {};
     if (tiles > 0) {
-      Slopes s(p, work, own);
+      ScoreGradients s(p, work, own);
       uint32_t ds[kKeys / 16][4];
       Ring<kStages>& stage = place.stage;
       wait(shared.queries.full[0], place.queries.parity);
@@ -221,16 +224,16 @@ template <int kKeys>
 struct KeyWork {
   Task task;  // the batch entry, the head and its keys
   int keys;
-  int64_t rows;     // of the heads that read these keys
-  Range rows_seen;  // positions
-  Exponents exponents;
+  int64_t rows;      // of the heads that read these keys
+  Range rows_seen;   // positions
+  double per_score;  // see exponent_per_score()
   Begins<BackwardTaskParams> begins;
 
   __device__ __forceinline__ void set(const BackwardTaskParams& p, int64_t number) {
     task.key_head = task.set_own_keys(p, number, p.key_heads, kKeys);
     keys = static_cast<int>(larger(0, task.last_key - task.first_key));
     rows = task.rows_of_group(p);
-    exponents = Exponents::of(p);
+    per_score = exponent_per_score(p);
     rows_seen = keys > 0 ? visible_rows(task.sequence, {task.first_key, task.last_key}) : Range{};
   }
 };
@@ -243,6 +246,10 @@ struct SeeingRows {
   TileRange seen[kRows];  // of the task's keys; none for a row that is not there
   bool is_over;           // the task has no more tiles, and nothing else is set
   bool hides;             // some row does not see some key
+};
+
+struct alignas(16) TwoShifts {
+  Pair<float> of[2];
 };
 
 template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders>
@@ -263,15 +270,13 @@ template <class S, int kDim, int kRows, int kStages, int kConsumers = 2>
 using GradKeyTasks = TasksWgmma<BackwardTaskParams, KeyWork<64 * kConsumers>,
                                 GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers>, kConsumers>;
 
-// kRows: of a tile. The block owns 128 keys.
+// kRows: of a tile.
 template <class S, int kDim, int kRows, int kStages>
 struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
-  static constexpr int kKeys = 128;
   static constexpr int kProducerRegisters = kDim <= 64 ? 56 : 40, kConsumerRegisters = kDim <= 64 ? 224 : 232;
-  static constexpr int kCopying = kGroupThreads / 2;  // one half of the producer copies Q, the other half G
-  static constexpr int kConsumerThreads = kKeys / 64 * kGroupThreads;
   using Tasks = GradKeyTasks<S, kDim, kRows, kStages>;
-  using Tasks::p, Tasks::shared;
+  using Tasks::kCopying, Tasks::p, Tasks::shared;
+  static constexpr int kKeys = Tasks::kConsumerThreads / 2;  // a warpgroup owns 64
   using Work = KeyWork<kKeys>;
   using Operands = TaskOperands<BackwardTaskParams>;
   using Scores = float[kRows / 8][4];
@@ -301,19 +306,19 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
   __device__ __forceinline__ void copy(const Work& work, Place& place) {
     if (work.keys == 0 || work.rows_seen.empty()) return;
     wait(shared.keys.empty[0], place.keys.parity ^ 1);
-    start_keys(shared.key, work, p.key, Operands::kKey, p.head_dim);
-    start_keys(shared.value, work, p.value, Operands::kValue, p.value_dim);
+    start_own(shared.key, work, p.key, Operands::kKey, p.head_dim);
+    start_own(shared.value, work, p.value, Operands::kValue, p.value_dim);
     commit_copies();
     place.keys = place.keys.after();
-    if (thread_index() % kGroupThreads < kCopying)
+    if (Tasks::in_first_half())
       copy_rows(work, place.stage, p.query, Operands::kQuery, p.head_dim, shared.query, shared.queries,
                 [&](int stage, const Row& first, int count) { set_rows(shared.rows[stage], work, first, count); });
     else
       copy_rows(work, place.stage, p.grad_output, Operands::kGradOutput, p.value_dim, shared.grad_output,
                 shared.grad_outputs, [](int, const Row&, int) {});
   }
-  __device__ __forceinline__ void start_keys(PanelTile<S, kKeys, kDim>& tile, const Work& work, const Operand& x,
-                                             int name, int64_t cols) {
+  __device__ __forceinline__ void start_own(PanelTile<S, kKeys, kDim>& tile, const Work& work, const Operand& x,
+                                            int name, int64_t cols) {
     const S* const data = static_cast<const S*>(x.data) + work.begins.of[name];
     PanelCopy<S, kKeys, kDim, kGroupThreads>{static_cast<int>(thread_index()) % kGroupThreads}.start(
         tile, data + work.task.key_head * x.head + work.task.first_key * x.row, x.row, work.keys, cols);
@@ -330,9 +335,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
       return row_after(work.task.sequence.queries, Row{work.task.n, work.task.key_head * p.group, 0}, number);
     };
     const auto first_seeing = [&](int64_t number) {
-      return TileOfRows{number, row_at(number)}
-          .first_seeing(work.rows_seen, work.task.sequence.queries, work.rows, kRows)
-          .number;
+      return number +
+             rows_until(work.rows_seen, row_at(number).position, work.task.sequence.queries, work.rows - number, kRows);
     };
     Filling filling{&shared.keys.full[0]};
 #pragma unroll 1
@@ -362,7 +366,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
     for (int i = thread; i < kRows; i += kCopying) {
       const Row row = row_after(queries, first, RowTile<kRows>::last_repeated(i, count));
       const int64_t number = row_number(p, task.n, row.head, row.position);
-      to.shift[i] = work.exponents.shift(static_cast<const Pair<float>*>(p.logsumexp)[number]);
+      to.shift[i] = exponent_shift(static_cast<const Pair<float>*>(p.logsumexp)[number], work.per_score);
       to.delta[i] = static_cast<const float*>(p.delta)[number];
       const Range seen = visible_keys(task.sequence, {row.position, row.position + 1});
       to.seen[i] = TileRange(i < count ? seen : Range{0, 0}, task.first_key);
@@ -374,7 +378,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
   __device__ __forceinline__ void attend(const Work& work, int consumer, Place& place) {
     if (uniform(work.keys) == 0) return;
     Sum of_ds = {}, of_weights = {};
-    if (!work.rows_seen.empty()) {
+    if (uniform(!work.rows_seen.empty())) {
       wait(shared.keys.full[0], place.keys.parity);
       Ring<kStages>& stage = place.stage;
 #pragma unroll 1
@@ -405,14 +409,14 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
     wait(shared.grad_outputs.full[stage.stage], stage.parity);
     start_dots(dx, shared.value, 64 * consumer, grad_output);
     wait_for_products<1>(x);
-    make_finite<kConsumerThreads>(x, query);
+    make_finite<Tasks::kConsumerThreads>(x, query);
     const bool hides = uniform(rows.hides);
-    const float slope = Exponents::slope_of(p);
+    const float slope = exponent_slope(p);
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
-      const auto shift = *reinterpret_cast<const Vec16<float>*>(&rows.shift[thread.col(n)]);  // of two rows
+      const TwoShifts shift = *reinterpret_cast<const TwoShifts*>(&rows.shift[thread.col(n)]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] = fmaf(x[n][i], slope, -shift.at[2 * (i % 2)]) - shift.at[2 * (i % 2) + 1];
+      for (int i = 0; i < 4; ++i) x[n][i] = exponent_of(x[n][i], slope, shift.of[i % 2]);
     }
     if (hides)
 #pragma unroll

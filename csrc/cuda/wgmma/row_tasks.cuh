@@ -50,11 +50,10 @@ struct RowTasks
     : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers> {
   using Tasks =
       TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers>;
-  using Tasks::p, Tasks::shared;
+  using Tasks::kCopying, Tasks::p, Tasks::shared;
   using Work = RowWork<Params, kTaskRows, kKeys>;
   using Operands = TaskOperands<Params>;
   static constexpr int kRows = kTaskRows;
-  static constexpr int kCopying = kGroupThreads / 2;  // one half of the producer fills `keys`, the other half `values`
 
   ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
     if constexpr (requires { p.splits; }) return p.splits * blocks_of_rows(p, kRows);
@@ -62,7 +61,7 @@ struct RowTasks
   }
 
   // start_rows(work) starts to copy the rows of a task. Then copy(work, stage) copies its keys and values, and waits
-  // for the rows. attend(work, consumer) is the part of a consumer, if the task has rows.
+  // for the rows. consume(number) is the part of a consumer.
   template <int kProducerRegisters, int kConsumerRegisters, class StartRows, class Copy, class Consume>
   __device__ __forceinline__ void run(int64_t number, StartRows start_rows, Copy copy, Consume consume) {
     Ring<1> queries;
@@ -132,7 +131,7 @@ struct RowTasks
                                             PanelTile<S, kKeys, kDim> (&key)[kStages],
                                             PanelTile<S, kKeys, kDim> (&value)[kStages]) {
     const Task& task = work.task;
-    if (thread_index() % kGroupThreads < kCopying)
+    if (Tasks::in_first_half())
       copy_keys<kPaged>(task, p.key, work.begins.of[Operands::kKey] + task.key_head * p.key.head, p.head_dim, key,
                         shared.keys, stage);
     else

@@ -54,7 +54,8 @@ struct Begins {
 template <class Params, class Work, class Tiles, int kConsumers>
 struct TasksWgmma {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads, kBlocks = 1;
-  static constexpr int kReaders = 4 * kConsumers;  // warps that say that they have read
+  static constexpr int kConsumerThreads = kConsumers * kGroupThreads;
+  static constexpr int kCopying = kGroupThreads / 2;  // each half of the producer copies something else
 
   // The next task of this block, and how it is counted. In shared memory, because the producer has few registers.
   struct Next {
@@ -67,15 +68,15 @@ struct TasksWgmma {
   struct Shared : Tiles {
     Turn turns[2];  // a block's tasks use them one after the other
     Next next;
-    RingBarriers<2, 32, kReaders + 4> tasks;
+    RingBarriers<2, 32, 4 * kConsumers + 4> tasks;
   };
 
   const Params& p;
   Shared& shared;
 
-  // copy(work) copies all tiles of a task. attend(work, consumer) is what a consumer does with them.
-  template <int kProducerRegisters, int kConsumerRegisters, class Copy, class Attend>
-  __device__ __forceinline__ void run(int64_t number, int64_t tasks, Copy copy, Attend attend) {
+  // copy(work) copies all tiles of a task. consume(number) is the part of a consumer.
+  template <int kProducerRegisters, int kConsumerRegisters, class Copy, class Consume>
+  __device__ __forceinline__ void run(int64_t number, int64_t tasks, Copy copy, Consume consume) {
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
     if (threadIdx.x == 0) {
       shared.next = {number, tasks, static_cast<int64_t>(gridDim.x) * gridDim.y};
@@ -91,9 +92,12 @@ struct TasksWgmma {
       produce(copy);
     } else {
       take_registers<kConsumerRegisters>();
-      attend(group);
+      consume(group);
     }
   }
+
+  // Whether this thread is in the first half of the producer.
+  static __device__ __forceinline__ bool in_first_half() { return thread_index() % kGroupThreads < kCopying; }
 
   template <class Copy>
   __device__ __forceinline__ void produce(Copy copy) {
