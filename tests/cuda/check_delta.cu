@@ -11,7 +11,7 @@ template <class S>
 void check_delta(int queries, int value_dim, bool has_residual, DType dtype) {
   std::mt19937 random(5);
   Input<S> grad_output(kHeads, queries, value_dim, random), output(kHeads, queries, value_dim, random);
-  Matrix<float> residual(kHeads, queries, value_dim);
+  Matrices<float> residual(kHeads, queries, value_dim);
   Array<float> delta(kHeads * queries);
   for (int64_t i = 0; i < residual.array.size(); ++i) residual.array[i] = draw(random) / 256;
 

@@ -16,7 +16,7 @@
 
 namespace attn::cuda {
 
-// Blocks of 128 rows sum dQ over tiles of so many keys, and blocks of 128 keys sum dK and dV over tiles of so many rows.
+// Blocks of 128 rows sum dQ over tiles of so many keys. Blocks of 128 keys sum dK and dV over tiles of so many rows.
 constexpr int backward_wgmma_keys(int dim) { return dim <= 64 ? 128 : 96; }
 constexpr int backward_wgmma_rows(int dim) { return dim <= 64 ? 96 : 64; }
 
