@@ -262,7 +262,7 @@ DECODE_LIMITS = {
         "DecodeMma<BFloat16, 64, false, false, true>", 32, 16, 832, 168, "F2FP", 32
     ),
     "64, int8, float16, pages": DecodeLimit(
-        "DecodeMma<Half, 64, false, true, true>", 48, 16, 1032, 168, "PRMT", 32
+        "DecodeMma<Half, 64, false, true, true>", 48, 16, 1048, 168, "PRMT", 32
     ),
     "128, int8": DecodeLimit(
         "DecodeMma<BFloat16, 128, false, false, true>", 32, 8, 736, 168, "PRMT"

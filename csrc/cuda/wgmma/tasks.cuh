@@ -101,17 +101,16 @@ struct TasksWgmma {
 
   template <class Copy>
   __device__ __forceinline__ void produce(Copy copy) {
-    const int thread = thread_index() % kGroupThreads;
     for (Ring<2> tasks;; tasks = tasks.after()) {
       auto& [work, is_over] = shared.turns[tasks.stage];
       wait(shared.tasks.empty[tasks.stage], tasks.parity ^ 1);
-      if (thread < 32) {
-        if (const Next& next = shared.next; thread == 0) {
+      if (const int lane = thread_index() % kGroupThreads; lane < 32) {
+        if (const Next& next = shared.next; lane == 0) {
           is_over = next.number >= next.end;
           if (!is_over) work.set(p, p.counters ? p.order[next.number] : next.number);
         }
         __syncwarp();
-        if (!is_over) work.begins.set(p, work.task.n, thread);
+        if (!is_over) work.begins.set(p, work.task.n, lane);
         arrive(shared.tasks.full[tasks.stage]);
       }
       wait(shared.tasks.full[tasks.stage], tasks.parity);
@@ -119,7 +118,7 @@ struct TasksWgmma {
       copy(work);
       __syncwarp();  // all lanes have read the task
       arrive_once(shared.tasks.empty[tasks.stage]);
-      if (Next& next = shared.next; thread == 0)
+      if (Next& next = shared.next; thread_index() % kGroupThreads == 0)
         next.number = next.step + (p.counters ? take_ticket(p.counters) : next.number);
     }
   }
