@@ -455,7 +455,7 @@ MUTATIONS = {
                 "Error{}",
             ),
             (
-                "numbers of rows are those of the group's first head",
+                "every row has the logsumexp of the first head",
                 "const int64_t number = row_number(p, task.n, «row.head», row.position);",
                 "first.head",
             ),

@@ -38,8 +38,8 @@ TESTS = [
         *("stats", "stats_hidden", "stats_subsystems"),
     )
 ]
-# At 9.0 Hopper's kernels compute forward and gradients, with ATTN_INVARIANT those of few rows and
-# pages, too.
+# On a GPU of 9.0, Hopper's kernels compute the forward and the gradients. With ATTN_INVARIANT they
+# also compute those of few rows and of pages.
 ON_HOPPER = [
     f"tests/test_{name}.py"
     for name in (

@@ -21,7 +21,8 @@ struct DecodeMma {
   static constexpr int kThreads = kMmaThreads, kWarps = kThreads / 32;
   static constexpr int kBlocks = kDim > 128 ? 2 : 3;  // a multiprocessor of Hopper holds so many
   static constexpr int kRows = kDecodeRows;
-  // Of a tile. The smallest keys are read so fast that instructions would bind: more keys share those of a tile.
+  // The keys of a tile. Keys of 64 bytes arrive so fast that issuing instructions would take longer than reading them.
+  // A tile of 32 keys takes fewer instructions than two of 16.
   static constexpr int kKeys = kEight && kDim == 64 ? 32 : 16;
   static constexpr int kStep = kWarps * kKeys;  // from a warp's tile to its next one
   static constexpr int kLookups = kKeys / 16;   // a lane looks up so many of the tile's keys and values

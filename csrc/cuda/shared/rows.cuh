@@ -73,7 +73,8 @@ ATTN_INLINE constexpr TaskOrder order_of(const Problem& p, int64_t places, int64
   const int64_t of_list = larger(1, read * (p.head_dim + p.value_dim) * 2);
   return {places / parts, lists * parts, larger(1, smaller(kL2 / of_list, lists * parts))};
 }
-// Of tasks that own up to `most` rows, or up to `most` keys of one of `heads` heads.
+// The orders of tasks that own up to `most` rows each, and of tasks that own up to `most` keys of one head each, where
+// keys have `heads` heads.
 ATTN_INLINE constexpr TaskOrder order_of_rows(const Problem& p, int64_t most) {
   return order_of(p, tiles_of_rows(p, most), entries_of(p) * p.groups(), p.keys);
 }
