@@ -56,14 +56,21 @@ struct ScoreFunction {
   ATTN_INLINE constexpr bool keeps_order() const { return scale > 0; }
 };
 
-// The derivatives of the soft cap, from y = tanh(z / c): cap'(z) = 1 - y^2 and cap''(z) = (-2 y / c) cap'(z). Both are
-// 0 where y is +-1, for example if the product is +-inf. They are computed from y, not from the score c y, because the
-// score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of this rounding.
+// The soft cap and its derivatives, from y = tanh(z / c): cap(z) = c y, cap'(z) = 1 - y^2 and cap''(z) = (-2 y / c)
+// cap'(z). The derivatives are 0 where y is +-1, for example if the product is +-inf. They are computed from y, not from
+// the score c y, because the score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of this
+// rounding. The tangent of a score is cap'(z) times the tangent of z.
 template <class T>
 struct SoftCap {
-  T inverse;
+  T most, inverse;  // c, 1 / c
 
-  ATTN_INLINE static constexpr SoftCap of(const Problem& p) { return {static_cast<T>(1 / p.softcap)}; }
+  ATTN_INLINE static constexpr SoftCap of(const Problem& p) {
+    return {static_cast<T>(p.softcap), static_cast<T>(1 / p.softcap)};
+  }
+  template <class V>
+  ATTN_INLINE constexpr V value(V y) const {
+    return most * y;
+  }
   template <class V>
   ATTN_INLINE static constexpr V slope(V y) {
     return (1 - y) * (1 + y);
@@ -73,6 +80,15 @@ struct SoftCap {
     return y * (-2 * inverse) * slope(y);
   }
 };
+
+// ALiBi adds slope * by_slope(distance) to a score, where `distance` is |position of i - j|. This is linear in the
+// slope. So the tangent of a score is (the tangent of the slope) * by_slope(distance), and the gradient of the slope is
+// the sum of dS_ij * by_slope(distance).
+template <class T>
+struct Alibi {
+  ATTN_INLINE static constexpr T by_slope(T distance) { return -distance; }
+};
+
 ATTN_INLINE constexpr bool has_score_mod(const Problem& p) { return p.program && p.program->score; }
 // Whether a cap, slopes or a score_mod change the scaled product before a mask is added.
 ATTN_INLINE constexpr bool has_score_terms(const Problem& p) {

@@ -128,13 +128,21 @@ static bool has_wgmma(const Gpu& gpu) {
 #endif
 }
 
-// Masks, dropout, a cap, ALiBi, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose
-// keys those kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how
-// many rows there are.
-bool uses_wgmma(const Problem& p, const Gpu& gpu) {
+// Masks, dropout, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those
+// kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows
+// there are. So does a scale, or a cap beside ALiBi, that cannot be divided by (RowTerms).
+static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
-  return has_wgmma(gpu) && uses_mma(p) && !is_general(p) && !is_8_bit(p.key) && !reads_numbers(p) &&
+  constexpr double kLeast = 1e-20;
+  const bool divides = !p.alibi_slopes || (p.softcap > 0 ? p.softcap : p.scale) > kLeast;
+  return has_wgmma(gpu) && uses_mma(p) && !p.has_mask && !p.has_dropout && divides &&
+         ScoreFunction<float>::of(p).keeps_order() && !is_8_bit(p.key) && !reads_numbers(p) &&
          (p.invariant || p.rows() > kFewRows);
+}
+
+// Slopes that need a gradient need an output that is more exact than weights of 16 bits give.
+bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
+  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant));
 }
 
 // Larger heads, and keys and values that different numbers of heads share, take the kernels of all GPUs.
@@ -196,7 +204,7 @@ static bool takes_few_rows(const Problem& p) { return is_8_bit(p.key) || reads_n
 void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t dim = larger(p.head_dim, p.value_dim);
   const bool is_latent = uses_latent(p), decodes = uses_decode(p);
-  const bool on_hopper = uses_wgmma(p, gpu) || (is_latent && has_wgmma(gpu));
+  const bool on_hopper = uses_forward_wgmma(p, gpu) || (is_latent && has_wgmma(gpu));
   const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
   p.rows_per_task = decodes ? kDecodeRows : kSimtTile;
   if (on_hopper)
@@ -236,7 +244,7 @@ Error launch_forward(const ForwardParams& p, const Gpu& gpu) {
     if constexpr (kPaged)
       if (reads_numbers(p)) return launch_forward_numbers<S, kDim>(p, gpu.stream);
 #ifdef ATTN_SM90A
-    if (uses_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
+    if (uses_forward_wgmma(p, gpu)) return launch_forward_wgmma<S, kDim, kPaged>(p, gpu);
 #endif
     if (decodes) return launch_decode_mma<S, kDim, kPaged>(p, gpu.stream);
     return launch_forward_mma<S, kDim, kPaged>(p, gpu.stream);

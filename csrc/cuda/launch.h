@@ -36,7 +36,7 @@ bool reads_numbers(const Problem& p);
 
 // Whether Hopper's tensor cores compute the forward, and the gradients. Within Problem::invariant it depends on the
 // dtype, the heads, the options and the device alone.
-bool uses_wgmma(const Problem& p, const Gpu& gpu);
+bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu);
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu);
 
 constexpr int64_t kVector = 8;  // 16-bit numbers in 16 bytes, the unit of copies

@@ -29,6 +29,8 @@ struct Case {
   bool transposed = false;                             // columns of the mask and of gradients are not neighbours
   int left = -1, right = -1, offset = 0, length = -1;  // see Visibility
   bool far = false;                                    // scores are so far below 0 that exp(0 - logsumexp) is infinite
+  double softcap = 0;
+  bool alibi = false;
 
   // Whether the mask hides the key from all queries.
   bool hides(int j) const { return mask && !shared && j >= 64; }
@@ -200,6 +202,10 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.visibility = {c.left, c.causal ? 0 : c.right, offset.data(), c.length < 0 ? nullptr : length.data()};
   p.has_mask = c.mask;
   p.has_dropout = c.dropout;
+  p.softcap = c.softcap;
+  Array<float> slopes(kHeads);
+  for (int h = 0; h < kHeads; ++h) slopes[h] = 0.25f / static_cast<float>(h + 1);
+  if (c.alibi) p.alibi_slopes = slopes.data();
   p.rng.data = rng.data();
   p.rng.col = 1;
   p.keep_below = uint64_t{3} << 30;
@@ -227,12 +233,19 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   for (int h = 0; h < kHeads; ++h) {
     const int kh = h / (kHeads / c.key_heads), vh = h / (kHeads / c.value_heads);
     for (int i = 0; i < queries; ++i) {
-      std::vector<double> weight(keys), slope(keys), factor(keys);
+      std::vector<double> weight(keys), slope(keys), factor(keys), of_cap(keys, 1);  // of_cap: its derivative
       double total = 0, dot = 0, size = 0;
       for (int j = 0; j < keys; ++j) {
         double score = 0;
         for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
-        weight[j] = !c.sees(i, j) ? 0 : std::exp(score * p.scale + (c.mask ? bias_of(h, i, j) : 0));
+        score *= p.scale;
+        if (c.softcap > 0) {
+          const double y = std::tanh(score / c.softcap);
+          score = c.softcap * y;
+          of_cap[j] = 1 - y * y;
+        }
+        if (c.alibi) score -= slopes[h] * std::abs(j - i - c.offset);
+        weight[j] = !c.sees(i, j) ? 0 : std::exp(score + (c.mask ? bias_of(h, i, j) : 0));
         total += weight[j];
         factor[j] = !c.dropout || kept(h, i, j) ? p.keep_scale : 0;
         for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
@@ -247,9 +260,10 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       logsumexp[2 * row + 1] = total > 0 ? static_cast<float>(std::log(total) - logsumexp[2 * row]) : 0;
       delta[row] = static_cast<float>(dot);
       for (int j = 0; j < keys; ++j) {
-        const double ds = weight[j] * (slope[j] - dot);
+        double ds = weight[j] * (slope[j] - dot);
         const double error = weight[j] * (std::fabs(slope[j]) + size) * 0x1p-17 + smallest;
         to_mask[static_cast<size_t>(grad_mask.at(c.shared ? 0 : h, i, j))].add(ds, error, 1, 0);
+        ds *= of_cap[j];
         for (int d = 0; d < c.head_dim; ++d) {
           to_query[static_cast<size_t>(grad_query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
           to_key[static_cast<size_t>(grad_key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
@@ -354,6 +368,43 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest, const T
        .dropout = true,
        .left = 30,
        .offset = -40},
+      {.name = "a cap, causal",
+       .queries = 150,
+       .keys = 170,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .causal = true,
+       .softcap = 1.5},
+      {.name = "a large cap", .queries = 70, .keys = 90, .head_dim = kDim, .value_dim = kDim, .softcap = 70},
+      {.name = "ALiBi, grouped, window, offset and a short length",
+       .queries = 150,
+       .keys = 290,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 2,
+       .left = 90,
+       .right = 50,
+       .offset = 71,
+       .length = 203,
+       .alibi = true},
+      {.name = "a cap, ALiBi, a mask and dropout",
+       .queries = 67,
+       .keys = 70,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .causal = true,
+       .mask = true,
+       .dropout = true,
+       .softcap = 2,
+       .alibi = true},
+      {.name = "a cap and ALiBi",
+       .queries = 200,
+       .keys = 150,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .softcap = 2,
+       .alibi = true},
       {.name = "one mask of all heads, more than a tile",
        .queries = 70,
        .keys = 150,

@@ -60,6 +60,35 @@ int main() {
   check<BFloat16, 64>({.name = "keys in use", .keys = 300, .dim = 64, .value_dim = 64, .right = 0, .in_use = 141});
   check<BFloat16, 128>({.name = "no keys in use", .keys = 300, .in_use = 0});
   check<Half, 128>({.name = "sinks", .queries = 70, .keys = 130, .right = 0, .has_sinks = true});
+  check<BFloat16, 128>({.name = "a cap", .queries = 300, .keys = 300, .right = 0, .softcap = 2});
+  check<Half, 64>({.name = "64, a large cap", .keys = 200, .dim = 64, .value_dim = 64, .scale = 8, .softcap = 70});
+  check<Half, 128>({.name = "ALiBi, grouped",
+                    .heads = 4,
+                    .group = 2,
+                    .queries = 200,
+                    .keys = 270,
+                    .right = 90,
+                    .offset = 60,
+                    .has_sinks = true,
+                    .has_slopes = true});
+  check<BFloat16, 64>({.name = "64, a cap and ALiBi in pages",
+                       .keys = 300,
+                       .dim = 64,
+                       .value_dim = 64,
+                       .left = 120,
+                       .in_use = 250,
+                       .page = 16,
+                       .softcap = 3,
+                       .has_slopes = true});
+  check<BFloat16, 256>({.name = "256, a cap and ALiBi",
+                        .queries = 170,
+                        .keys = 170,
+                        .dim = 256,
+                        .value_dim = 256,
+                        .right = 0,
+                        .softcap = 3,
+                        .has_slopes = true});
+  check<BFloat16, 128>({.name = "splits, a cap", .queries = 130, .keys = 400, .splits = 2, .softcap = 5});
   check<BFloat16, 128>({.name = "splits", .queries = 130, .keys = 400, .splits = 2});
   check<BFloat16, 64>({.name = "pages, 64", .keys = 300, .dim = 64, .value_dim = 64, .in_use = 250, .page = 16});
   check<BFloat16, 128>({.name = "pages, 128", .keys = 300, .in_use = 290, .page = 16});

@@ -31,11 +31,6 @@ struct alignas(16) BackwardRow {
   uint32_t head_number;  // of dropout's counters
 };
 
-// What ALiBi needs of a row: the slope of its head, and how far the row is ahead of the first key of the block.
-struct alignas(8) BackwardSlope {
-  float slope, ahead;
-};
-
 // Up to kRows consecutive rows of a group of heads, in shared memory.
 template <int kRows, bool kHasSlopes, bool kInRegisters>
 struct BackwardRows {

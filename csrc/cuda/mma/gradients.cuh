@@ -5,15 +5,13 @@
 
 namespace attn::cuda {
 
-// Exponents of 2 are log2(e) (score - logsumexp), where scores are products times a positive number. Returns the factor
-// of a product: d(log2 of the weight) / d(product).
-__device__ __forceinline__ float exponent_slope(const Problem& p) {
-  return ScoreFunction<float>::of(p).slope() * kLog2E<float>;
-}
+// Exponents of 2 are log2(e) (score - logsumexp), where scores are numbers times terms_left(), which is positive. Without
+// a cap and ALiBi these numbers are products. Returns the factor of a number: d(log2 of the weight) / d(number).
+__device__ __forceinline__ float exponent_slope(const Problem& p) { return terms_left(p) * kLog2E<float>; }
 // Returns the factor of a logsumexp. exponent_slope() is rounded, and this factor is computed from the rounded number,
 // because a large score and a large logsumexp must cancel in their difference.
 __device__ __forceinline__ double exponent_per_score(const Problem& p) {
-  return double{exponent_slope(p)} / ScoreFunction<float>::of(p).slope();
+  return double{exponent_slope(p)} / terms_left(p);
 }
 // Returns what is subtracted from the exponents of a row; infinity if the row sees no key, so that its weights are 0.
 __device__ __forceinline__ Pair<float> exponent_shift(Pair<float> logsumexp, double per_score) {
@@ -22,9 +20,14 @@ __device__ __forceinline__ Pair<float> exponent_shift(Pair<float> logsumexp, dou
   const float high = static_cast<float>(exponent);
   return {high, static_cast<float>(exponent - high)};
 }
-__device__ __forceinline__ float exponent_of(float product, float slope, Pair<float> shift) {
-  return fmaf(product, slope, -shift.high) - shift.low;
+__device__ __forceinline__ float exponent_of(float number, float slope, Pair<float> shift) {
+  return fmaf(number, slope, -shift.high) - shift.low;
 }
+
+// What ALiBi needs of a row: the slope of its head, and how far the row is ahead of the first key of the block.
+struct alignas(8) BackwardSlope {
+  float slope, ahead;
+};
 
 // Writes a row of a gradient, if it exists (`there`): elements 2 half and 2 half + 1 of each fragment, times `scale`.
 // Called by all lanes of a warp.

@@ -16,9 +16,10 @@ struct OnlineSoftmax {
   using OfRows = float[kThreadRows];
 
   const ForwardParams& p;
+  float left = 1;  // with kGeneral, what x still has to be multiplied by
 
   // The score is x * scale().
-  __device__ __forceinline__ float scale() const { return kGeneral ? 1 : ScoreFunction<float>::of(p).slope(); }
+  __device__ __forceinline__ float scale() const { return kGeneral ? left : ScoreFunction<float>::of(p).slope(); }
   // exponent(x) returns log2(e) times the score, which is the base-2 exponent of exp(score). The exponent of the
   // maximum is rounded once. Its rounding error gives the same factor to all weights that are shifted by this maximum.
   // correction() gives this factor to the earlier weights, too. The division by the sum of the weights removes this
@@ -28,7 +29,7 @@ struct OnlineSoftmax {
   // If the mask holds large numbers, the exponent of a maximum and its rounding error can be large. The factor that
   // this error gives to the weights (see exponent()) would then be too large. So if the maximum of a row is large, the
   // row's scores are shifted before they are multiplied by log2(e).
-  static __device__ __forceinline__ bool is_large(float shift) { return kGeneral && fabsf(shift) > 1024; }
+  __device__ __forceinline__ bool is_large(float shift) const { return kGeneral && fabsf(shift * scale()) > 1024; }
 
   // Returns exp(score - maximum).
   __device__ __forceinline__ float weight(float x, float shift) const {
@@ -42,7 +43,7 @@ struct OnlineSoftmax {
 
   // As correction(), but also right for a large shift, which find_shift() takes off before the multiplication.
   __device__ __forceinline__ float factor(float old, float shift) const {
-    return is_large(shift) ? exp2_approx((old - shift) * kLog2E<float>) : correction(old, shift);
+    return is_large(shift) ? exp2_approx((old - shift) * exponent_slope()) : correction(old, shift);
   }
 
   // Raises `best`, the largest number of each row so far, to the largest of this tile, too; NaN if there is a NaN.
@@ -76,7 +77,7 @@ struct OnlineSoftmax {
       for (int r = 0; r < kThreadRows; ++r) {
         const bool large = is_large(shift[r]);
         const float first = large ? shift[r] : 0;
-        factor[r] = large ? exp2_approx((old[r] - first) * kLog2E<float>) : factor[r];
+        factor[r] = large ? exp2_approx((old[r] - first) * exponent_slope()) : factor[r];
 #pragma unroll
         for (int n = 0; n < kFragments; ++n)
 #pragma unroll

@@ -110,6 +110,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Returns 1 / x with an error of at most 1 unit in the last place. Returns 0 for infinity.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- tensor cores ---
 // Lane l of a warp has group l / 4 and place l % 4. The list below gives the (row, column) of the lane's numbers for
 // each fragment. A register of A or B holds two numbers. The first is at the listed (row, column). The second is next

@@ -336,14 +336,16 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     go_over_keys(number, [&](int64_t key) {
       Scores x;
       compute_ds(x, key, [] {});
-      this->each(x, [&](T& ds, int row, int k, int bit) { sum[bit / kSimtCols] += ds * this->distance(row, key + k); });
+      this->each(x, [&](T& ds, int row, int k, int bit) {
+        sum[bit / kSimtCols] += ds * Alibi<T>::by_slope(this->distance(row, key + k));
+      });
     });
     const SimtThread thread;
 #pragma unroll
     for (int i = 0; i < kSimtRows; ++i) {
       const T total = sum_over_x(sum[i]);
       if (thread.x == 0 && thread.row(i) < task.rows)
-        static_cast<T*>(p.grad_slopes)[shared.rows.number(p, task.n, thread.row(i))] = -total;
+        static_cast<T*>(p.grad_slopes)[shared.rows.number(p, task.n, thread.row(i))] = total;
     }
   }
 

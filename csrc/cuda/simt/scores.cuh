@@ -214,15 +214,16 @@ struct ScoresSimt {
       if (p.key_scale.data) each(x, [&](T& product, int, int k, int) { product *= shared.scales.key[k]; });
     T slope = ScoreFunction<T>::of(p).slope();
     if (has_score_terms(p)) {
-      const T cap = static_cast<T>(p.softcap);
+      const auto cap = SoftCap<T>::of(p);
       each(x, [&](T& score, int row, int k, int) {
         score *= slope;
         if (p.softcap > 0) {
-          const T y = tanh(score / cap);
+          const T y = tanh(score / cap.most);
           on_cap(y, row, k);
-          score = cap * y;
+          score = cap.value(y);
         }
-        if (p.alibi_slopes) score = fma(-of_head(p.alibi_slopes, row), distance(row, key + k), score);
+        if (p.alibi_slopes)
+          score = fma(of_head(p.alibi_slopes, row), Alibi<T>::by_slope(distance(row, key + k)), score);
       });
       slope = 1;
     }
@@ -286,7 +287,7 @@ struct ScoresSimt {
   __device__ __forceinline__ T tangent_terms(int row, int64_t key) const {
     const Operand& mask = p.t.mask;
     T sum = 0;
-    if (p.t.alibi_slopes) sum = -of_head(p.t.alibi_slopes, row) * distance(row, key);
+    if (p.t.alibi_slopes) sum = of_head(p.t.alibi_slopes, row) * Alibi<T>::by_slope(distance(row, key));
     if (!mask.data || key >= task.last_key) return sum;
     const int64_t base = shared_scores.tangent_base.mask + shared_scores.rows.offset(mask, row);
     return sum + read_mask<T>(mask, base + key * mask.col);

@@ -84,7 +84,8 @@ template <class S, int kDim, int kKeys, int kStages, int kConsumers = 2>
 using GradQueryTasks = RowTasks<BackwardTaskParams, S, GradQueryTiles<S, 64 * kConsumers, kDim, kKeys, kStages>,
                                 kConsumers, 64 * kConsumers, kKeys, kStages, 4 * kConsumers, kGroupThreads / 2>;
 
-template <class S, int kDim, int kKeys, int kStages>
+// kHasTerms: whether there is a cap or ALiBi.
+template <class S, int kDim, int kKeys, int kStages, bool kHasTerms = false>
 struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   using Tasks = GradQueryTasks<S, kDim, kKeys, kStages>;
@@ -117,13 +118,18 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   };
   // dS of a thread's two rows.
   struct ScoreGradients : Hiding {
+    const BackwardTaskParams& p;
     float slope;
     Pair<float> shift[2];
     float delta[2];
+    std::conditional_t<kHasTerms, RowSlopes<kKeys>, Nothing> slopes;
     Scores x, dx;  // products of Q and K, of G and V; then weights, dS
 
     __device__ __forceinline__ ScoreGradients(const BackwardTaskParams& p, const Work& work, int own)
-        : Hiding(work, own), slope(exponent_slope(p)) {
+        : Hiding(work, own),
+          p(p),
+          slope(exponent_slope(p)),
+          slopes(Tasks::template slopes_of<kHasTerms>(p, work, own)) {
       const double per_score = exponent_per_score(p);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -133,14 +139,39 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
         delta[r] = static_cast<const float*>(p.delta)[number];
       }
     }
-    // Turns x into weights.
+    // Turns x into weights, times the derivative of the cap if there is one.
     __device__ __forceinline__ void weigh(int tile) {
+      if constexpr (kHasTerms) {
+        const Cap cap = cap_of(p);
+        const float key = static_cast<float>(tile * kKeys);
+        if (cap == Cap::none)
+          weigh<Cap::none>(key);
+        else if (cap == Cap::small)
+          weigh<Cap::small>(key);
+        else
+          weigh<Cap::large>(key);
+        if (this->hides(tile)) this->hide(x, tile, 0);
+        return;
+      }
 #pragma unroll
       for (auto& four : x)
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] = exponent_of(four[i], slope, shift[i / 2]);
       if (this->hides(tile)) this->hide(x, tile);
       turn_into_weights(x);
+    }
+    // `key`: see RowSlopes.
+    template <Cap kCap>
+    __device__ __forceinline__ void weigh(float key) {
+      const auto tanh = Tanh<kCap>::of(p);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float y = tanh(x[n][i]);
+          const float weight = exp2_approx(exponent_of(slopes.add(y, n, i, key), slope, shift[i / 2]));
+          x[n][i] = kCap == Cap::none ? weight : weight * SoftCap<float>::slope(y);
+        }
     }
     // Turns dx into dS.
     __device__ __forceinline__ void make_ds(int tile) {
@@ -239,24 +270,25 @@ struct KeyWork {
 };
 
 // A tile of rows that see some of the keys of a task.
-template <int kRows>
+template <int kRows, bool kHasTerms>
 struct SeeingRows {
   alignas(16) Pair<float> shift[kRows];
   alignas(8) float delta[kRows];
-  TileRange seen[kRows];  // of the task's keys; none for a row that is not there
-  bool is_over;           // the task has no more tiles, and nothing else is set
-  bool hides;             // some row does not see some key
+  TileRange seen[kRows];                       // of the task's keys; none for a row that is not there
+  BackwardSlope alibi[kHasTerms ? kRows : 1];  // see RowSlopes
+  bool is_over;                                // the task has no more tiles, and nothing else is set
+  bool hides;                                  // some row does not see some key
 };
 
 struct alignas(16) TwoShifts {
   Pair<float> of[2];
 };
 
-template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders>
+template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders, bool kHasTerms>
 struct GradKeyTiles {
   PanelTile<S, kKeys, kDim> key, value;
   PanelTile<S, kRows, kDim> query[kStages], grad_output[kStages];
-  SeeingRows<kRows> rows[kStages];
+  SeeingRows<kRows, kHasTerms> rows[kStages];
   RingBarriers<1, kGroupThreads, kReaders> keys;
   RingBarriers<kStages, kGroupThreads / 2, kReaders> queries, grad_outputs;
 
@@ -266,15 +298,16 @@ struct GradKeyTiles {
     grad_outputs.init_all();
   }
 };
-template <class S, int kDim, int kRows, int kStages, int kConsumers = 2>
-using GradKeyTasks = TasksWgmma<BackwardTaskParams, KeyWork<64 * kConsumers>,
-                                GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers>, kConsumers>;
+template <class S, int kDim, int kRows, int kStages, bool kHasTerms, int kConsumers = 2>
+using GradKeyTasks =
+    TasksWgmma<BackwardTaskParams, KeyWork<64 * kConsumers>,
+               GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers, kHasTerms>, kConsumers>;
 
-// kRows: of a tile.
-template <class S, int kDim, int kRows, int kStages>
-struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
+// kRows: of a tile. kHasTerms: whether there is a cap or ALiBi.
+template <class S, int kDim, int kRows, int kStages, bool kHasTerms = false>
+struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
   static constexpr int kProducerRegisters = kDim <= 64 ? 56 : 40, kConsumerRegisters = kDim <= 64 ? 224 : 232;
-  using Tasks = GradKeyTasks<S, kDim, kRows, kStages>;
+  using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kHasTerms>;
   using Tasks::kCopying, Tasks::p, Tasks::shared;
   static constexpr int kKeys = Tasks::kConsumerThreads / 2;  // a warpgroup owns 64
   using Work = KeyWork<kKeys>;
@@ -353,7 +386,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
     filling.fill(barriers, stage, [&](int i) { set(i, Row{}, 0); });
     filling.finish();
   }
-  __device__ __forceinline__ void set_rows(SeeingRows<kRows>& to, const Work& work, const Row& first, int count) {
+  __device__ __forceinline__ void set_rows(SeeingRows<kRows, kHasTerms>& to, const Work& work, const Row& first,
+                                           int count) {
     const Task& task = work.task;
     const int thread = thread_index() % kCopying;
     if (thread == 0) {
@@ -370,6 +404,10 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
       to.delta[i] = static_cast<const float*>(p.delta)[number];
       const Range seen = visible_keys(task.sequence, {row.position, row.position + 1});
       to.seen[i] = TileRange(i < count ? seen : Range{0, 0}, task.first_key);
+      if constexpr (kHasTerms) {
+        const float slope = p.alibi_slopes ? static_cast<const float*>(p.alibi_slopes)[head_number(p, row)] : 0;
+        to.alibi[i] = {slope / terms_left(p), static_cast<float>(row.position + task.sequence.offset - task.first_key)};
+      }
     }
   }
 
@@ -400,36 +438,29 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
   }
 
   __device__ __forceinline__ void add_tile(Sum& of_ds, Sum& of_weights, int consumer, const Ring<kStages>& stage) {
-    const SeeingRows<kRows>& rows = shared.rows[stage.stage];
+    const SeeingRows<kRows, kHasTerms>& rows = shared.rows[stage.stage];
     auto &query = shared.query[stage.stage], &grad_output = shared.grad_output[stage.stage];
-    const MmaThread thread;
     Scores x, dx;
     Packed weights, ds;
+    const MmaThread thread;
     start_dots(x, shared.key, 64 * consumer, query);
     wait(shared.grad_outputs.full[stage.stage], stage.parity);
     start_dots(dx, shared.value, 64 * consumer, grad_output);
     wait_for_products<1>(x);
     make_finite<Tasks::kConsumerThreads>(x, query);
     const bool hides = uniform(rows.hides);
-    const float slope = exponent_slope(p);
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const TwoShifts shift = *reinterpret_cast<const TwoShifts*>(&rows.shift[thread.col(n)]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] = exponent_of(x[n][i], slope, shift.of[i % 2]);
+    if constexpr (kHasTerms) {
+      const Cap cap = cap_of(p);
+      if (cap == Cap::none)
+        weigh<Cap::none>(x, weights, rows, hides);
+      else if (cap == Cap::small)
+        weigh<Cap::small>(x, weights, rows, hides);
+      else
+        weigh<Cap::large>(x, weights, rows, hides);
+    } else {
+      weigh(x, rows, hides);
+      pack_all<S>(weights, x);
     }
-    if (hides)
-#pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const TileRange seen = rows.seen[thread.col(n) + c];
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (!seen.contains(16 * thread.warp + thread.group + 8 * half)) x[n][2 * half + c] = -infinity<float>();
-        }
-    turn_into_weights(x);
-    pack_all<S>(weights, x);
     keep_beside_products();
     wait_for_products<0>(dx);
     start_weighted(of_weights, weights, grad_output);
@@ -447,6 +478,73 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages> {
     wait_for_products<0>(of_ds);
     __syncwarp();  // all lanes have read the numbers of the rows
     arrive_once(shared.queries.empty[stage.stage]);
+  }
+
+  static __device__ __forceinline__ TwoShifts shifts_of(const SeeingRows<kRows, kHasTerms>& rows, int i) {
+    return *reinterpret_cast<const TwoShifts*>(&rows.shift[i]);
+  }
+  // The thread's key with the number `half` of its two, in the task.
+  static __device__ __forceinline__ int key_of(const MmaThread& thread, int half) {
+    return 16 * thread.warp + thread.group + 8 * half;
+  }
+  // Turns products into weights.
+  __device__ __forceinline__ void weigh(Scores& x, const SeeingRows<kRows, kHasTerms>& rows, bool hides) {
+    const MmaThread thread;
+    const float slope = exponent_slope(p);
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {
+      const TwoShifts shift = shifts_of(rows, thread.col(n));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][i] = exponent_of(x[n][i], slope, shift.of[i % 2]);
+    }
+    if (hides)
+#pragma unroll
+      for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const TileRange seen = rows.seen[thread.col(n) + c];
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (!seen.contains(key_of(thread, half))) x[n][2 * half + c] = -infinity<float>();
+        }
+    turn_into_weights(x);
+  }
+  // The same with a cap or ALiBi. Packs the weights, and multiplies them by the derivative of the cap.
+  template <Cap kCap>
+  __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const SeeingRows<kRows, kHasTerms>& rows,
+                                        bool hides) {
+    if (hides)
+      weigh<kCap, true>(x, weights, rows);
+    else
+      weigh<kCap, false>(x, weights, rows);
+  }
+  template <Cap kCap, bool kHides>
+  __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const SeeingRows<kRows, kHasTerms>& rows) {
+    const MmaThread thread;
+    const auto tanh = Tanh<kCap>::of(p);
+    const float slope = exponent_slope(p);
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n) {
+      const TwoShifts shift = shifts_of(rows, thread.col(n));
+      const BackwardSlope* const alibi = &rows.alibi[thread.col(n)];
+      const TileRange* const seen = &rows.seen[thread.col(n)];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = key_of(thread, half);
+        float of_row[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& number = x[n][2 * half + c];
+          const float y = tanh(number), distance = fabsf(alibi[c].ahead - static_cast<float>(key));
+          const float capped = fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y);
+          const float weight = exp2_approx(exponent_of(capped, slope, shift.of[c]));
+          of_row[c] = kHides && !seen[c].contains(key) ? 0 : weight;
+          number = kCap == Cap::none ? of_row[c] : of_row[c] * SoftCap<float>::slope(y);
+          if (kHides && of_row[c] == 0) number = 0;  // even if the hidden product is NaN
+        }
+        weights[n / 2][2 * (n % 2) + half] = pack<S>(of_row[0], of_row[1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void write(const Work& work, const Operand& to, int name, int64_t cols, const Sum& sum,
@@ -471,12 +569,15 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     return launch_persistent<Kernel>(p, gpu);
   };
   constexpr int kStages = kDim <= 64 ? 4 : 2;
-  using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim), kStages>;
-  using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim), kStages>;
-  if (p.grad_query.data)
-    if (Error error = launch.template operator()<OfQuery>(order_of_rows(p, OfQuery::kRows))) return error;
-  if (!p.grad_key.data && !p.grad_value.data) return nullptr;
-  return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));
+  const auto run = [&]<bool kHasTerms>() -> Error {
+    using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim), kStages, kHasTerms>;
+    using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim), kStages, kHasTerms>;
+    if (p.grad_query.data)
+      if (Error error = launch.template operator()<OfQuery>(order_of_rows(p, OfQuery::kRows))) return error;
+    if (!p.grad_key.data && !p.grad_value.data) return nullptr;
+    return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));
+  };
+  return has_terms(p) ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 }  // namespace attn::cuda

@@ -1,4 +1,4 @@
-// Computes the forward on Hopper's tensor cores, where uses_wgmma() says so. As in FlashAttention-3 (Shah et al.,
+// Computes the forward on Hopper's tensor cores, where uses_forward_wgmma() says so. As in FlashAttention-3 (Shah et al.,
 // 2024), one warpgroup of a block copies and the others compute. A consumer owns 64 rows. While tensor cores compute
 // its products with the next keys and with these values, it turns the scores of these keys into weights. Consumers take
 // turns, so that one has the tensor cores while another computes weights.
@@ -17,13 +17,14 @@ struct ForwardTiles {
 };
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kPaged: whether keys and values are stored
-// in pages. kTurns: whether consumers take turns. kFilling: how many threads fill a tile of keys or of values.
-template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kTurns = true,
-          int kFilling = kGroupThreads / 2>
+// in pages. kHasTerms: see ForwardTasks. kTurns: whether consumers take turns. kFilling: how many threads fill a tile of
+// keys or of values.
+template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kHasTerms = false,
+          bool kTurns = true, int kFilling = kGroupThreads / 2>
 struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers,
-                                   64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling> {
+                                   64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling, kHasTerms> {
   using Tasks = ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers, 64 * kConsumers,
-                             kKeys, kStages, 4 * kConsumers, kFilling>;
+                             kKeys, kStages, 4 * kConsumers, kFilling, kHasTerms>;
   using Tasks::p, Tasks::shared;
   using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
   // Setting a task takes 80 registers. If consumers leave fewer, some of its numbers are in local memory.
@@ -127,9 +128,10 @@ struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKe
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   constexpr int kConsumers = forward_wgmma_rows(kDim) / 64, kKeys = forward_wgmma_keys(kDim);
-  using Kernel = ForwardWgmma<S, kDim, kConsumers, kKeys, kDim <= 64 ? 4 : 2, kPaged>;
+  constexpr int kStages = kDim <= 64 ? 4 : 2;
   if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
-  return launch_persistent<Kernel>(p, gpu);
+  if (has_terms(p)) return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, kPaged, true>>(p, gpu);
+  return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, kPaged>>(p, gpu);
 }
 
 }  // namespace attn::cuda

@@ -43,6 +43,31 @@ struct RowTiles : Tiles {
   }
 };
 
+// What ALiBi needs of a thread's two rows, in numbers that are scores but for terms_left().
+template <int kKeys>
+struct RowSlopes {
+  float slope[2] = {}, ahead[2] = {};  // over terms_left(); how far the row is ahead of the task's first key
+
+  // row_at(half) returns a row.
+  template <class RowAt>
+  __device__ __forceinline__ RowSlopes(const Problem& p, const Task& task, RowAt row_at) {
+    if (!p.alibi_slopes) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row row = row_at(half);
+      slope[half] = static_cast<const float*>(p.alibi_slopes)[head_number(p, row)] / terms_left(p);
+      ahead[half] = static_cast<float>(row.position + task.sequence.offset - task.first_key);
+    }
+  }
+  // Of element i of fragment n, in a tile whose first key is `key`, counted from the task's first key.
+  __device__ __forceinline__ float distance(int n, int i, float key) const {
+    return fabsf(ahead[i / 2] - key - static_cast<float>(MmaThread().col(n) + i % 2));
+  }
+  __device__ __forceinline__ float add(float x, int n, int i, float key) const {
+    return fmaf(slope[i / 2], Alibi<float>::by_slope(distance(n, i, key)), x);
+  }
+};
+
 // S: the type of query, key, value. See RowWork, RowTiles and TasksWgmma.
 template <class Params, class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders,
           int kFilling>
@@ -154,6 +179,16 @@ struct RowTasks
     return task.row_at(RowTile<kRows>::last_repeated(i, task.rows));
   }
 
+  // The slopes of the rows of a thread in a warp whose first row is `own`, if there may be slopes.
+  template <bool kThere>
+  static __device__ __forceinline__ auto slopes_of(const Problem& p, const Work& work, int own) {
+    if constexpr (kThere)
+      return RowSlopes<kKeys>(p, work.task,
+                              [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); });
+    else
+      return Nothing{};
+  }
+
   // Hides keys that rows of a warp do not see.
   struct Hiding {
     // The positions of a warp's 16 rows, as ScoresMma::hide_keys() asks for them: by lane % 16.
@@ -178,33 +213,38 @@ struct RowTasks
 
     // Whether some row does not see some key of the tile.
     __device__ __forceinline__ bool hides(int tile) const { return tile < first_seen || tile >= last_seen; }
-    __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4], int tile) const {
+    // Gives them the number `hidden`.
+    __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4], int tile, float hidden = -infinity<float>()) const {
       ScoresMma<S, kKeys / 8, false>::hide_keys(x, own, work.task.sequence, rows, kRows,
-                                                work.task.first_key + int64_t{tile} * kKeys);
+                                                work.task.first_key + int64_t{tile} * kKeys, hidden);
     }
   };
 };
 
-// The forwards, dense and latent.
-template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling>
+// The forwards, dense and latent. kHasTerms: whether there is a cap or ALiBi.
+template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling,
+          bool kHasTerms = false>
 struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling> {
   using Rows = RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling>;
   using Rows::p;
   using typename Rows::Hiding, typename Rows::Operands, typename Rows::Work;
 
+  using Softmax = OnlineSoftmax<1, kKeys / 8, kHasTerms>;
+  static __device__ __forceinline__ Softmax softmax_of(const ForwardParams& p) { return {p, terms_left(p)}; }
+
   // The softmax of a thread's two rows.
   struct Weighing : Hiding {
-    using Softmax = OnlineSoftmax<1, kKeys / 8, false>;
-
     Softmax softmax;
+    std::conditional_t<kHasTerms, RowSlopes<kKeys>, Nothing> slopes;
     float best[2] = {-infinity<float>(), -infinity<float>()}, sum[2] = {}, factor[2];
-    float x[1][kKeys / 8][4];  // the scores of a tile, then its weights
+    float x[1][kKeys / 8][4];  // the products of a tile, then its weights
 
     __device__ __forceinline__ Weighing(const ForwardParams& p, const Work& work, int own)
-        : Hiding(work, own), softmax{p} {}
+        : Hiding(work, own), softmax(softmax_of(p)), slopes(Rows::template slopes_of<kHasTerms>(p, work, own)) {}
 
-    // Turns the scores of a tile into weights.
+    // Turns the products of a tile into weights.
     __device__ __forceinline__ void weigh(int tile) {
+      if constexpr (kHasTerms) add_terms(static_cast<float>(tile * kKeys));
       if (this->hides(tile)) this->hide(x[0], tile);
       float shift[2];
       const float old[2] = {best[0], best[1]};
@@ -212,6 +252,28 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
       softmax.find_shift(x, old, best, shift, factor);
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + softmax.weigh(x, r, shift[r]);
+    }
+    template <Cap kCap>
+    __device__ __forceinline__ void turn_into_tanh() {
+      const auto tanh = Tanh<kCap>::of(softmax.p);
+#pragma unroll
+      for (auto& four : x[0])
+#pragma unroll
+        for (float& number : four) number = tanh(number);
+    }
+    // `key`: see RowSlopes.
+    __device__ __forceinline__ void add_terms(float key) {
+      const Problem& p = softmax.p;
+      const Cap cap = cap_of(p);
+      if (cap == Cap::small)
+        turn_into_tanh<Cap::small>();
+      else if (cap == Cap::large)
+        turn_into_tanh<Cap::large>();
+      if (p.alibi_slopes)
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[0][n][i] = slopes.add(x[0][n][i], n, i, key);
     }
     // Adds the sums of the four lanes of a row.
     __device__ __forceinline__ void add_lanes() {
@@ -227,7 +289,7 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
   template <int kOutputs>
   __device__ __forceinline__ void write(const Work& work, const float (*output)[kOutputs][4], int own,
                                         const float (&best)[2], const float (&sum)[2], int col = 0) {
-    const OnlineSoftmax<1, kKeys / 8, false> softmax{p};
+    const auto softmax = softmax_of(p);
     const bool vectors = softmax.writes_vectors(p);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

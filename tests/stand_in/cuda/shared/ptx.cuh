@@ -66,6 +66,8 @@ inline float exp2_approx(float x) {
   return y < 0x1p-126f ? 0 : y;  // .ftz
 }
 
+inline float reciprocal_approx(float x) { return 1 / x; }
+
 namespace fragments {
 
 struct Load {
