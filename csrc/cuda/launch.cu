@@ -33,9 +33,9 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether kernels without tensor cores compute gradients beside the kernels with tensor cores: the gradient of slopes,
-// or the gradient of a mask that is summed over rows.
-bool sums_simt(const BackwardParams& p) { return (p.mask_is_shared && !sums_mask(p)) || p.grad_slopes; }
+// Whether a kernel without tensor cores computes a gradient beside the kernels with tensor cores: that of a mask that is
+// summed over rows.
+bool sums_simt(const BackwardParams& p) { return p.mask_is_shared && !sums_mask(p); }
 
 // Whether launch_delta_mma() can write `delta`. Its kernel loads 16 bytes at a time, so the rows of all inputs must
 // consist of whole vectors (in_vectors()). Kernels without tensor cores must not read this `delta`, because they need
@@ -69,8 +69,7 @@ __global__ void write_sequences(const __grid_constant__ PackedSequences s) {
   if (i < s.batch) s.write(i);
 }
 
-// Launches the kernels with tensor cores. Then launches the kernels without tensor cores, for the gradients that
-// sums_simt() names.
+// Launches the kernels with tensor cores, and then a kernel without them if sums_simt().
 Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
   const Stream stream = gpu.stream;
   const auto run = [&]<class S, int kDim>() -> Error {
@@ -85,8 +84,7 @@ Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
   if (Error error = with_mma(p, run)) return error;
   if (!sums_simt(p)) return nullptr;
   BackwardParams only_sums = p;
-  only_sums.grad_query.data = only_sums.grad_key.data = only_sums.grad_value.data = nullptr;
-  if (!p.mask_is_shared || sums_mask(p)) only_sums.grad_mask.data = nullptr;
+  only_sums.grad_query.data = only_sums.grad_key.data = only_sums.grad_value.data = only_sums.grad_slopes = nullptr;
   return launch_gradients_simt<float>(only_sums, stream);
 }
 
@@ -145,9 +143,11 @@ bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant));
 }
 
-// Larger heads, and keys and values that different numbers of heads share, take the kernels of all GPUs.
+// Larger heads, keys and values that different numbers of heads share, and slopes that need a gradient beside a cap take
+// the kernels of all GPUs.
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
-  return uses_wgmma(p, gpu) && larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
+  return uses_wgmma(p, gpu) && !(p.grad_slopes && p.softcap > 0) &&
+         larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
 }
 
 // Whether the kernels of multi-head latent attention compute the forward: the values are the first columns of the

@@ -141,6 +141,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   Matrices<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
       grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
       grad_mask(kHeads, queries, keys, c.transposed);
+  Array<float> grad_slopes(kHeads * queries);
   std::vector<float> bias(static_cast<size_t>(mask.array.size()));
   const auto at_mask = [&](int h, int i, int j) { return mask.at(c.shared ? 0 : h, i, j); };
   const auto bias_of = [&](int h, int i, int j) -> float& { return bias[static_cast<size_t>(at_mask(h, i, j))]; };
@@ -206,6 +207,8 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   Array<float> slopes(kHeads);
   for (int h = 0; h < kHeads; ++h) slopes[h] = 0.25f / static_cast<float>(h + 1);
   if (c.alibi) p.alibi_slopes = slopes.data();
+  const bool learned = c.alibi && (takes.options || c.softcap == 0);  // see uses_backward_wgmma()
+  if (learned) p.grad_slopes = grad_slopes.data();
   p.rng.data = rng.data();
   p.rng.col = 1;
   p.keep_below = uint64_t{3} << 30;
@@ -229,7 +232,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.few_rows = queries < 128;
   const auto sums_of = [](auto& gradient) { return std::vector<Sum>(static_cast<size_t>(gradient.array.size())); };
   std::vector<Sum> to_query = sums_of(grad_query), to_key = sums_of(grad_key), to_value = sums_of(grad_value),
-                   to_mask = sums_of(grad_mask);
+                   to_mask = sums_of(grad_mask), to_slopes(kHeads * queries);
   for (int h = 0; h < kHeads; ++h) {
     const int kh = h / (kHeads / c.key_heads), vh = h / (kHeads / c.value_heads);
     for (int i = 0; i < queries; ++i) {
@@ -263,6 +266,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
         double ds = weight[j] * (slope[j] - dot);
         const double error = weight[j] * (std::fabs(slope[j]) + size) * 0x1p-17 + smallest;
         to_mask[static_cast<size_t>(grad_mask.at(c.shared ? 0 : h, i, j))].add(ds, error, 1, 0);
+        to_slopes[static_cast<size_t>(row)].add(ds, error, -std::abs(j - i - c.offset), 0);
         ds *= of_cap[j];
         for (int d = 0; d < c.head_dim; ++d) {
           to_query[static_cast<size_t>(grad_query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
@@ -289,6 +293,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   compare("grad_key", grad_key.array, to_key);
   compare("grad_value", grad_value.array, to_value);
   if (c.mask) compare("grad_mask", grad_mask.array, to_mask);
+  if (learned) compare("grad_slopes", grad_slopes, to_slopes);
 }
 
 // Checks head sizes that are padded to kDim.

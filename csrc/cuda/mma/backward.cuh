@@ -106,6 +106,7 @@ struct BackwardMma {
   const BackwardParams& p;
   Shared& shared;
   BackwardRow own_rows[kInRegisters ? kTiles : 1][2];  // by tile and half
+  float of_slopes[2] = {};  // by half: the sums of the slopes' gradient, of a block that owns rows
   // The block looks for a visible key in the mask tile shared.mask[looked_at]. The mask of the tile in use is
   // shared.mask[mask_after(looked_at)].
   int looked_at = 0;
@@ -429,6 +430,11 @@ struct BackwardMma {
         load_next();
       }
     }
+    if constexpr (kGeneral)
+      if (p.grad_slopes)
+        each_own([&](int, int half, int i) {
+          write_of_row(p.grad_slopes, shared.rows[0].rows.number(p, task.n, i), of_slopes[half], i < count);
+        });
     if (!p.grad_query.data) return;
     const int64_t base = batch_offset(p, p.grad_query, task.n);
     each_own([&](int t, int half, int i) {
@@ -561,6 +567,11 @@ struct BackwardMma {
                                          const Rows& rows, int count, int64_t key) {
     if constexpr (!kOwnsKeys)
       if (p.grad_mask.data && !p.mask_is_shared) write_mask(x, rows, count, key);
+    if constexpr (!kOwnsKeys && kGeneral)
+      if (p.grad_slopes)
+        each(x, [&](float& ds, int i, int j, int, int half, int) {
+          of_slopes[half] += ds * Alibi<float>::by_slope(fabsf(ahead_of(rows, i, key) - static_cast<float>(j)));
+        });
     if (!kOwnsKeys && !p.grad_query.data) return;
     if (kGeneral && p.softcap > 0)  // 0 where dS is 0, even if a hidden product is NaN
       each(x, [&](float& ds, int, int, int t, int half, int bit) {
@@ -660,7 +671,7 @@ Error launch_backward_mma(const BackwardParams& p, Stream stream) {
         return launch_blocks<BackwardMma<S, kDim, MmaGradient::query, false, true>>(p, stream);
     return run.template operator()<MmaGradient::query>();
   };
-  if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared))
+  if (p.grad_query.data || (p.grad_mask.data && !p.mask_is_shared) || p.grad_slopes)
     if (Error error = run_query()) return error;
   if (sums_mask(p))
     if (Error error = launch_blocks<BackwardMma<S, kDim, MmaGradient::shared_mask, true>>(p, stream)) return error;

@@ -45,4 +45,11 @@ __device__ __forceinline__ void write_gradient(const Problem& p, const Operand& 
       if (thread.col(n) + c < cols) store_rounded(to, base + (thread.col(n) + c) * to.col, value(n, c));
 }
 
+// Writes the sum of `sum` over the four lanes of row `number`, if the row exists (`there`). Called by all lanes of a warp.
+__device__ __forceinline__ void write_of_row(void* to, int64_t number, float sum, bool there) {
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (there && MmaThread().place == 0) static_cast<float*>(to)[number] = sum;
+}
+
 }  // namespace attn::cuda

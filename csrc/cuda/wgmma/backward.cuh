@@ -122,14 +122,17 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     float slope;
     Pair<float> shift[2];
     float delta[2];
-    std::conditional_t<kHasTerms, RowSlopes<kKeys>, Nothing> slopes;
-    Scores x, dx;  // products of Q and K, of G and V; then weights, dS
+    std::conditional_t<kHasTerms, RowSlopes, Nothing> slopes;
+    float (&of_slopes)[2];  // the sums of the slopes' gradient
+    Scores x, dx;           // products of Q and K, of G and V; then weights, dS
 
-    __device__ __forceinline__ ScoreGradients(const BackwardTaskParams& p, const Work& work, int own)
+    __device__ __forceinline__ ScoreGradients(const BackwardTaskParams& p, const Work& work, int own,
+                                              float (&of_slopes)[2])
         : Hiding(work, own),
           p(p),
           slope(exponent_slope(p)),
-          slopes(Tasks::template slopes_of<kHasTerms>(p, work, own)) {
+          slopes(Tasks::template slopes_of<kHasTerms>(p, work, own)),
+          of_slopes(of_slopes) {
       const double per_score = exponent_per_score(p);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -180,6 +183,17 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] -= delta[i / 2];
       turn_into_ds(dx, x, this->hides(tile));
+      if constexpr (kHasTerms)
+        // The number of the tile is read again, so that no distance stays in a register from weigh() on.
+        if (p.grad_slopes) add_to_slopes(static_cast<float>(uniform(tile) * kKeys));
+    }
+    // `key`: see RowSlopes. There is no cap, because dS would have to be known in front of the cap, too.
+    __device__ __forceinline__ void add_to_slopes(float key) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          of_slopes[i / 2] = fmaf(dx[n][i], Alibi<float>::by_slope(slopes.distance(n, i, key)), of_slopes[i / 2]);
     }
   };
 
@@ -204,9 +218,9 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   __device__ __forceinline__ void attend(const Work& work, int consumer, Place& place) {
     const int own = 16 * MmaThread().warp;  // the warp's first row
     const int tiles = uniform(work.tiles);
-    float sum[kDim / 8][4] = {};
+    float sum[kDim / 8][4] = {}, of_slopes[2] = {};
     if (tiles > 0) {
-      ScoreGradients s(p, work, own);
+      ScoreGradients s(p, work, own, of_slopes);
       uint32_t ds[kKeys / 16][4];
       Ring<kStages>& stage = place.stage;
       wait(shared.queries.full[0], place.queries.parity);
@@ -232,16 +246,21 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
       arrive_once(shared.keys.empty[stage.stage]);
       stage = stage.after();
     }
-    write(work, own, sum);
+    write(work, own, sum, of_slopes);
   }
 
-  __device__ __forceinline__ void write(const Work& work, int own, const float (&sum)[kDim / 8][4]) {
+  __device__ __forceinline__ void write(const Work& work, int own, const float (&sum)[kDim / 8][4],
+                                        const float (&of_slopes)[2]) {
     const float scale = ScoreFunction<float>::of(p).slope();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = own + MmaThread().group + 8 * r;
       const Row row = Tasks::row_of(work.task, i);
+      if constexpr (kHasTerms)
+        if (p.grad_slopes)
+          write_of_row(p.grad_slopes, row_number(p, row.n, row.head, row.position), of_slopes[r], i < work.task.rows);
       const Operand& to = p.grad_query;
+      if (kHasTerms && !to.data) continue;
       write_gradient<S>(p, to, work.begins.of[Operands::kGradQuery] + row.head * to.head + row.position * to.row,
                         p.head_dim, sum, r, scale, i < work.task.rows);
     }
@@ -572,7 +591,7 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
   const auto run = [&]<bool kHasTerms>() -> Error {
     using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim), kStages, kHasTerms>;
     using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim), kStages, kHasTerms>;
-    if (p.grad_query.data)
+    if (p.grad_query.data || p.grad_slopes)
       if (Error error = launch.template operator()<OfQuery>(order_of_rows(p, OfQuery::kRows))) return error;
     if (!p.grad_key.data && !p.grad_value.data) return nullptr;
     return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));

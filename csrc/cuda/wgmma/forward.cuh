@@ -28,7 +28,7 @@ struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKe
   using Tasks::p, Tasks::shared;
   using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
   // Setting a task takes 80 registers. If consumers leave fewer, some of its numbers are in local memory.
-  static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128;
+  static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128 && !kHasTerms;
   static constexpr int kProducerRegisters = kLeavesSome ? 88 : kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kConsumers / 8 * 8;
 

@@ -44,9 +44,9 @@ struct RowTiles : Tiles {
 };
 
 // What ALiBi needs of a thread's two rows, in numbers that are scores but for terms_left().
-template <int kKeys>
 struct RowSlopes {
-  float slope[2] = {}, ahead[2] = {};  // over terms_left(); how far the row is ahead of the task's first key
+  float slope[2] = {};  // over terms_left()
+  float ahead[2] = {};  // how far the row is ahead of the lane's first key of the task
 
   // row_at(half) returns a row.
   template <class RowAt>
@@ -56,12 +56,12 @@ struct RowSlopes {
     for (int half = 0; half < 2; ++half) {
       const Row row = row_at(half);
       slope[half] = static_cast<const float*>(p.alibi_slopes)[head_number(p, row)] / terms_left(p);
-      ahead[half] = static_cast<float>(row.position + task.sequence.offset - task.first_key);
+      ahead[half] = static_cast<float>(row.position + task.sequence.offset - task.first_key - MmaThread().col(0));
     }
   }
   // Of element i of fragment n, in a tile whose first key is `key`, counted from the task's first key.
   __device__ __forceinline__ float distance(int n, int i, float key) const {
-    return fabsf(ahead[i / 2] - key - static_cast<float>(MmaThread().col(n) + i % 2));
+    return fabsf(ahead[i / 2] - key - static_cast<float>(8 * n + i % 2));
   }
   __device__ __forceinline__ float add(float x, int n, int i, float key) const {
     return fmaf(slope[i / 2], Alibi<float>::by_slope(distance(n, i, key)), x);
@@ -183,8 +183,7 @@ struct RowTasks
   template <bool kThere>
   static __device__ __forceinline__ auto slopes_of(const Problem& p, const Work& work, int own) {
     if constexpr (kThere)
-      return RowSlopes<kKeys>(p, work.task,
-                              [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); });
+      return RowSlopes(p, work.task, [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); });
     else
       return Nothing{};
   }
@@ -235,7 +234,7 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
   // The softmax of a thread's two rows.
   struct Weighing : Hiding {
     Softmax softmax;
-    std::conditional_t<kHasTerms, RowSlopes<kKeys>, Nothing> slopes;
+    std::conditional_t<kHasTerms, RowSlopes, Nothing> slopes;
     float best[2] = {-infinity<float>(), -infinity<float>()}, sum[2] = {}, factor[2];
     float x[1][kKeys / 8][4];  // the products of a tile, then its weights
 
