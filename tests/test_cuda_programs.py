@@ -239,6 +239,16 @@ MUTATIONS = {
         "    start_mask_from(task.first_key);\n    «wait_for_copies<0>();»",
         ";",
     ),
+    "backward: the gradient of a slope is that of two lanes": (
+        "cuda/mma/gradients.cuh",
+        "«sum += __shfl_xor_sync(~0u, sum, 2);»",
+        ";",
+    ),
+    "backward: the gradient of a slope has the distances of another tile": (
+        "cuda/mma/backward.cuh",
+        "by_slope(fabsf(«ahead_of(rows, i, key)» -",
+        "ahead_of(rows, i, task.first_key)",
+    ),
     "backward without tensor cores: the next rows are read before they are chosen": (
         "cuda/simt/backward.cuh",
         "    «__syncthreads();»  // the next place is there\n",
@@ -362,6 +372,42 @@ MUTATIONS = {
                 "from_row(own.matrix(), «first»)",
                 "0",
             ),
+            (
+                "both rows have the slope of one",
+                "row_tasks",
+                "fmaf(«slope[i / 2]», Alibi",
+                "slope[0]",
+            ),
+            (
+                "distances are those of the first tile",
+                "row_tasks",
+                "fabsf(ahead[i / 2] - «key» -",
+                "0",
+            ),
+            (
+                "a distance is that of the key beside it",
+                "row_tasks",
+                "static_cast<float>(8 * n + «i % 2»)",
+                "0",
+            ),
+            (
+                "slopes are not divided by what is left",
+                "row_tasks",
+                "[head_number(p, row)] / «terms_left(p)»;",
+                "1",
+            ),
+            (
+                "the cap is left out",
+                "row_tasks",
+                "softmax_of(const ForwardParams& p) { return {p, «terms_left(p)»}",
+                "static_cast<float>(p.scale)",
+            ),
+            (
+                "a large cap gets the tanh of small ones",
+                "row_tasks",
+                "        «turn_into_tanh<Cap::large>();»",
+                "turn_into_tanh<Cap::small>();",
+            ),
         )
     },
     **{
@@ -458,6 +504,33 @@ MUTATIONS = {
                 "every row has the logsumexp of the first head",
                 "const int64_t number = row_number(p, task.n, «row.head», row.position);",
                 "first.head",
+            ),
+            (
+                "a row's cap has no derivative",
+                "? weight : weight * «SoftCap<float>::slope(y)»;",
+                "1",
+            ),
+            (
+                "a key's cap has no derivative",
+                "of_row[c] * «SoftCap<float>::slope(y)»;",
+                "1",
+            ),
+            ("a hidden key has a weight behind a cap", "this->hide(x, tile, «0»)", "1"),
+            (
+                "a hidden product is not a number",
+                "if («kHides && of_row[c] == 0») number = 0",
+                "false",
+            ),
+            (
+                "a key sees the slope of the row beside",
+                "fmaf(«alibi[c].slope», Alibi",
+                "alibi[0].slope",
+            ),
+            ("a distance is from the first key", "alibi[c].ahead - «static_cast<float>(key)»", "0"),
+            (
+                "slopes have the distances of the first tile",
+                "«static_cast<float>(uniform(tile) * kKeys)»",
+                "0",
             ),
         )
     },

@@ -127,12 +127,20 @@ CALLS = {
     "mask": "L=100, attn_mask=torch.zeros(100, 100).bfloat16()",
     "float32 mask": "L=100, attn_mask=torch.zeros(100, 100)",
     "cap": "L=100, softcap=20.0",
+    "a large cap": "L=100, softcap=1e6",
     "ALiBi": "L=100, alibi_slopes=torch.ones(2)",
+    "ALiBi, learned": "L=100, alibi_slopes=torch.ones(2).requires_grad_()",
+    "ALiBi, a scale that is no divisor": "L=100, alibi_slopes=torch.ones(2), scale=1e-30",
+    "cap and ALiBi": "L=100, softcap=20.0, alibi_slopes=torch.ones(2)",
+    "cap and ALiBi, learned": "L=100, softcap=20.0, alibi_slopes=torch.ones(2).requires_grad_()",
+    "cap and mask": "L=100, softcap=20.0, attn_mask=torch.ones(100, 100).bool()",
     "dropout": "L=100, dropout_p=0.5",
     "negative scale": "L=100, scale=-0.1",
     "invariant": "L=100, invariant=True",
     "invariant, one row": "L=1, invariant=True",
     "invariant, many keys": "L=100, S=3000, invariant=True",
+    "invariant, cap": "L=100, softcap=20.0, invariant=True",
+    "invariant, ALiBi": "L=100, alibi_slopes=torch.ones(2), invariant=True",
     "invariant, mask": "L=100, attn_mask=torch.ones(100, 100).bool(), invariant=True",
     "invariant, float32": "L=100, dtype=torch.float32, invariant=True",
     "pages": "L=100, paged=True",
@@ -141,6 +149,7 @@ CALLS = {
     "one row, pages, rows that are not aligned": "L=1, S=100, D=68, paged=True",
     "pages, rows that are not aligned, invariant": "L=100, D=68, paged=True, invariant=True",
     "pages, invariant": "L=100, paged=True, invariant=True",
+    "pages, cap": "L=100, paged=True, softcap=20.0",
     "latent": "L=100, D=576, V=512, latent=True",
     "latent, one row": "L=1, heads=16, key_heads=1, enable_gqa=True, D=576, V=512, latent=True",
     "latent, many keys": "L=100, S=3000, D=576, V=512, latent=True",
@@ -172,9 +181,11 @@ ON_80 = {
     "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
-    *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "cap", "ALiBi",
-    "dropout", "negative scale", "invariant, mask", "pages, rows that are not aligned",
+    *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "dropout",
+    "negative scale", "invariant, mask", "pages, rows that are not aligned",
     "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
+    "ALiBi, learned", "ALiBi, a scale that is no divisor", "cap and ALiBi, learned",
+    "invariant, ALiBi", "cap and mask",
 }  # fmt: skip
 MERGED = {"many keys", "latent, many keys"}
 LATENT = {
@@ -234,11 +245,13 @@ def test_which_kernel_a_call_takes(library: Path, capability: int) -> None:
 GRADIENTS_ON_WGMMA = {
     *("64", "128, causal", "padded to 128", "float16", "many keys", "window", "sinks"),
     *("rows that are not aligned", "invariant", "invariant, many keys", "invariant, one row"),
-    "few rows, grouped",
+    *("few rows, grouped", "cap", "a large cap", "ALiBi", "ALiBi, learned", "cap and ALiBi"),
+    *("invariant, cap", "invariant, ALiBi"),
 }
 GRADIENTS_ON_MMA = {
-    *("256", "17 rows", "few rows", "one row", "boolean mask", "mask", "cap"),
-    *("dropout", "negative scale", "invariant, mask"),
+    *("256", "17 rows", "few rows", "one row", "boolean mask", "mask", "cap and mask"),
+    *("dropout", "negative scale", "invariant, mask", "cap and ALiBi, learned"),
+    "ALiBi, a scale that is no divisor",
 }
 GRADIENTS_ON_SIMT = {"float32", "float64", "head_dim beyond 256", "float32 mask"}
 
