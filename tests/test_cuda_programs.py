@@ -247,7 +247,7 @@ MUTATIONS = {
     "backward: the gradient of a slope has the distances of another tile": (
         "cuda/mma/backward.cuh",
         "by_slope(fabsf(«ahead_of(rows, i, key)» -",
-        "ahead_of(rows, i, task.first_key)",
+        "ahead_of(rows, i, shared.task.first_key)",
     ),
     "backward without tensor cores: the next rows are read before they are chosen": (
         "cuda/simt/backward.cuh",
@@ -507,12 +507,12 @@ MUTATIONS = {
             ),
             (
                 "a row's cap has no derivative",
-                "? weight : weight * «SoftCap<float>::slope(y)»;",
+                "? weight : weight * «cap_slope(y)»;",
                 "1",
             ),
             (
                 "a key's cap has no derivative",
-                "of_row[c] * «SoftCap<float>::slope(y)»;",
+                "of_row[c] * «cap_slope(y)»;",
                 "1",
             ),
             ("a hidden key has a weight behind a cap", "this->hide(x, tile, «0»)", "1"),
@@ -522,9 +522,9 @@ MUTATIONS = {
                 "false",
             ),
             (
-                "a key sees the slope of the row beside",
+                "a key sees the slope of the first row",
                 "fmaf(«alibi[c].slope», Alibi",
-                "alibi[0].slope",
+                "rows.alibi[0].slope",
             ),
             ("a distance is from the first key", "alibi[c].ahead - «static_cast<float>(key)»", "0"),
             (

@@ -71,6 +71,17 @@ __device__ __forceinline__ void make_finite(const float (&x)[kRows / 8][4], Pane
   sync_threads<kThreads>(kBarrier);
 }
 
+// The ways to turn products into weights: without a cap, with a small cap and no ALiBi, and with anything.
+__device__ __forceinline__ Cap cap_beside_slopes(const Problem& p) {
+  const Cap cap = cap_of(p);
+  return cap == Cap::small && p.alibi_slopes ? Cap::large : cap;
+}
+template <Cap kCap>
+constexpr bool kMayHaveSlopes = kCap != Cap::small;
+
+// The derivative of a cap, from SoftCap's argument: SoftCap::slope(), rounded once.
+__device__ __forceinline__ float cap_slope(float y) { return fmaf(-y, y, 1); }
+
 // --- dQ ---
 
 template <class S, int kRows, int kDim, int kKeys, int kStages>
@@ -145,7 +156,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     // Turns x into weights, times the derivative of the cap if there is one.
     __device__ __forceinline__ void weigh(int tile) {
       if constexpr (kHasTerms) {
-        const Cap cap = cap_of(p);
+        const Cap cap = cap_beside_slopes(p);
         const float key = static_cast<float>(tile * kKeys);
         if (cap == Cap::none)
           weigh<Cap::none>(key);
@@ -171,9 +182,9 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float y = tanh(x[n][i]);
-          const float weight = exp2_approx(exponent_of(slopes.add(y, n, i, key), slope, shift[i / 2]));
-          x[n][i] = kCap == Cap::none ? weight : weight * SoftCap<float>::slope(y);
+          const float y = tanh(x[n][i]), sum = kMayHaveSlopes<kCap> ? slopes.add(y, n, i, key) : y;
+          const float weight = exp2_approx(exponent_of(sum, slope, shift[i / 2]));
+          x[n][i] = kCap == Cap::none ? weight : weight * cap_slope(y);
         }
     }
     // Turns dx into dS.
@@ -469,7 +480,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     make_finite<Tasks::kConsumerThreads>(x, query);
     const bool hides = uniform(rows.hides);
     if constexpr (kHasTerms) {
-      const Cap cap = cap_of(p);
+      const Cap cap = cap_beside_slopes(p);
       if (cap == Cap::none)
         weigh<Cap::none>(x, weights, rows, hides);
       else if (cap == Cap::small)
@@ -555,10 +566,10 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
         for (int c = 0; c < 2; ++c) {
           float& number = x[n][2 * half + c];
           const float y = tanh(number), distance = fabsf(alibi[c].ahead - static_cast<float>(key));
-          const float capped = fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y);
-          const float weight = exp2_approx(exponent_of(capped, slope, shift.of[c]));
+          const float sum = kMayHaveSlopes<kCap> ? fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y) : y;
+          const float weight = exp2_approx(exponent_of(sum, slope, shift.of[c]));
           of_row[c] = kHides && !seen[c].contains(key) ? 0 : weight;
-          number = kCap == Cap::none ? of_row[c] : of_row[c] * SoftCap<float>::slope(y);
+          number = kCap == Cap::none ? of_row[c] : of_row[c] * cap_slope(y);
           if (kHides && of_row[c] == 0) number = 0;  // even if the hidden product is NaN
         }
         weights[n / 2][2 * (n % 2) + half] = pack<S>(of_row[0], of_row[1]);
