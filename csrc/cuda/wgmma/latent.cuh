@@ -43,8 +43,7 @@ struct LatentWgmma : LatentTasks<S, kStages> {
   static constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
   using Tasks = LatentTasks<S, kStages>;
   using Tasks::kRows, Tasks::p, Tasks::shared;
-  using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
-  using Softmax = typename Weighing::Softmax;
+  using typename Tasks::Operands, typename Tasks::Softmax, typename Tasks::Weighing, typename Tasks::Work;
   using Output = float[1][kHalf / 8][4];
   using OfRows = float[2];  // of a thread
   using Weights = uint32_t[kKeys / 16][4];
