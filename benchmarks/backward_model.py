@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import decode_model
-from gpu import BACKWARD_OF_CUDNN
+from gpu import BACKWARD_OF_CUDNN, OF_PLAIN
 from hopper_model import BEFORE, RESULTS, Call, Card, lists_at_once, overlap
 
 CARD = Card()
@@ -41,6 +41,7 @@ class Pass(NamedTuple):
     weigh: int
     slopes: int
     copy: int
+    exponentials_of_score: int = 1  # see hopper_model.Shape
 
     @property
     def dots(self) -> float:
@@ -59,13 +60,29 @@ class Pass(NamedTuple):
     @property
     def exponentials(self) -> float:
         """Cycles of a consumer: the multiprocessor computes 16 a cycle."""
-        return ROWS * self.others / 16
+        return self.exponentials_of_score * ROWS * self.others / 16
 
 
 PASSES = {
-    64: (Pass(64, 128, True, 109, 253, 201, 112), Pass(64, 96, False, 70, 232, 184, 300)),
+    64: (Pass(64, 128, True, 109, 253, 148, 112), Pass(64, 96, False, 70, 232, 184, 300)),
     128: (Pass(128, 96, True, 138, 198, 116, 140), Pass(128, 64, False, 96, 162, 130, 376)),
 }
+# With an option, by its form in gpu.py: (form of a limit, passes).
+OPTIONS = {
+    "alibi": {
+        64: (Pass(64, 128, True, 112, 396, 152, 112), Pass(64, 96, False, 72, 374, 182, 304)),
+        128: (Pass(128, 96, True, 134, 308, 120, 140), Pass(128, 64, False, 96, 264, 130, 384)),
+    },
+    "learned alibi": {
+        64: (Pass(64, 128, True, 112, 396, 284, 112), Pass(64, 96, False, 72, 374, 182, 304)),
+        128: (Pass(128, 96, True, 134, 308, 216, 140), Pass(128, 64, False, 96, 264, 130, 384)),
+    },
+    "softcap": {
+        64: (Pass(64, 128, True, 112, 800, 152, 112, 3), Pass(64, 96, False, 72, 624, 182, 304, 3)),
+        128: (Pass(128, 96, True, 134, 560, 120, 140, 3),
+              Pass(128, 64, False, 96, 450, 130, 384, 3)),
+    },
+}  # fmt: skip
 
 
 class Simulation:
@@ -185,11 +202,12 @@ def seconds_of(of: Pass, call: Call) -> float:
     return max(ends) / CARD.clock
 
 
-def seconds(call: Call) -> float:
+def seconds(call: Call, form: str = "") -> float:
     """Both passes, after the kernel that computes delta from the output and its gradient."""
+    of_form = OPTIONS[form] if form else PASSES
     read = 2 * 2.0 * call.batch * call.heads * call.length * call.dim
     delta = decode_model.Card().launch + read / decode_model.Card().bytes_a_second
-    passes = sum(seconds_of(of, call) for of in PASSES[call.dim])
+    passes = sum(seconds_of(of, call) for of in of_form[call.dim])
     products = 7 / 2 * call.flop / CARD.matmul  # call.flop: of the two of the forward
     return delta + CARD.launch + max(passes, products)
 
@@ -232,6 +250,12 @@ def predictions() -> list[Prediction]:
     ]
 
 
+def of_plain(form: str, dim: int) -> float:
+    """The part of the speed of the same call without an option that is left with it."""
+    call = Call(8, 2048 // dim, 2048, dim, True)
+    return seconds(call) / seconds(call, form)
+
+
 if __name__ == "__main__":
     for dim, passes in PASSES.items():
         for of in passes:
@@ -241,3 +265,7 @@ if __name__ == "__main__":
             print(f"{name} D{dim}: {cycles}, tensor cores busy {busy:.2f}")
     for prediction in predictions():
         print(prediction)
+    for form, passes_of_form in OPTIONS.items():
+        for dim in passes_of_form:
+            asked = OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)
+            print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")

@@ -5,9 +5,10 @@ own time between two events around a call, which finds nothing of its inputs in 
 is a backend's time divided by ours (above 1: ours is faster). The peak is a matrix product's rate,
 or the rate of reading memory where one query reads keys and values. "FLASH det." is FLASH's
 backward under torch.use_deterministic_algorithms, as ours always is. "dense" is attn's own time for
-the same rows and keys without packing, pages, a window, sinks, keys of 8 bits or values that are
-the keys' first columns ("latent"). "peak" is for latent rows. It compares the row with two goals:
-0.6 of the rate of a matrix product, and 0.85 of the rate of reading. 1 or more: one is reached.
+the same rows and keys without packing, pages, a window, sinks, a cap, ALiBi, keys of 8 bits or
+values that are the keys' first columns ("latent"). "peak" is for latent rows. It compares the row
+with two goals: 0.6 of the rate of a matrix product, and 0.85 of the rate of reading. 1 or more: one
+is reached.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ DECODING = (
 # Likewise of latent attention, whose keys have one head of 576 columns.
 LATENT = ((128, 32, 16384), (128, 1, 16384), (128, 1, 65536), (16, 64, 4096))
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}  # forms of a call
+OPTIONS = ("softcap", "alibi", "learned alibi")  # likewise
 
 
 def decoding(dtypes: tuple[str, ...], form: str = "") -> list[Case]:
@@ -124,6 +126,9 @@ def forms(dtypes: tuple[str, ...]) -> list[Case]:
           for form in ("packed", "window", "sinks")),
         Case("causal pages 8x16x2048 D128", form="pages", passes=("forward",), dtypes=dtypes,
              **shape),
+        *(Case(f"causal {form} 8x{2048 // dim}x2048 D{dim}", 8, 2048 // dim, 2048, dim, causal=True,
+               form=form, dtypes=dtypes)
+          for form in OPTIONS for dim in DIMS),
     ]  # fmt: skip
 
 
@@ -218,7 +223,7 @@ def builtin_on(backend: SDPBackend) -> Callable[..., torch.Tensor]:
     return operator
 
 
-FORMS = ("packed", "window", "sinks", "pages", "latent", *EIGHT_BITS)
+FORMS = ("packed", "window", "sinks", "pages", "latent", *OPTIONS, *EIGHT_BITS)
 
 
 def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable[[], Any]:
@@ -241,6 +246,12 @@ def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable
     if case.form == "sinks":
         sinks = torch.zeros(case.heads, device=device)
         return run_of(torch_attn.sdpa, tensors, options | {"sinks": sinks}, which)
+    if case.form == "softcap":
+        return run_of(torch_attn.sdpa, tensors, options | {"softcap": 50.0}, which)
+    if case.form in OPTIONS:
+        slopes = 2 ** -torch.linspace(1, 8, case.heads, device=device)
+        slopes.requires_grad_(case.form == "learned alibi")
+        return run_of(torch_attn.sdpa, tensors, options | {"alibi_slopes": slopes}, which)
     rows = tuple(x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors)
     if case.form == "packed":
 
@@ -320,12 +331,25 @@ OF_CUDNN = {64: (0.80, 0.90), 128: (0.85, 0.95), 256: (0.0, 0.80)}
 BACKWARD_OF_CUDNN = {64: 0.70, 128: 0.80}
 
 
+# The part of the speed of the same call without an option, by head_dim. Slopes that need a gradient
+# have no floor.
+OF_PLAIN = {
+    ("alibi", "forward"): {64: 0.85, 128: 0.90},
+    ("alibi", "backward"): {64: 0.85, 128: 0.90},
+    ("softcap", "forward"): {128: 0.55, 256: 0.70},
+    ("softcap", "backward"): {64: 0.80, 128: 0.80},
+}
+
+
 def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     """The ratio that ours has to reach, by what it is compared with."""
     if case.form in EIGHT_BITS and on_hopper():  # half of the bytes; a short call waits, too
         return {DENSE: 1.3 if (case.batch, case.keys) == (1, 16384) else 1.5}
     if case.form == "latent" and on_hopper():
         return {PEAK: 1.0 if case.heads == 128 else 0.95}
+    if (case.form, which) in OF_PLAIN and on_hopper():
+        floor = OF_PLAIN[case.form, which].get(case.head_dim)
+        return {DENSE: floor} if floor else {}
     if case.form:
         return {DENSE: 0.95} if case.form == "packed" else {}
     if case.mask or which == "double backward":

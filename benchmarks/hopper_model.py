@@ -7,7 +7,8 @@ Tasks are dealt to multiprocessors as the kernel does it. What else is assumed s
 
 A row is a case of gpu.py. Beside it stands what cuDNN took on an H200 (benchmarks/results) and the
 part of its speed that gpu.py asks for, and, once a GPU has run these kernels, what they took. If
-that differs by more than 15%, mend this file.
+that differs by more than 15%, mend this file. Calls with a cap or with ALiBi stand beside the same
+call without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu import OF_CUDNN, OURS
+from gpu import OF_CUDNN, OF_PLAIN, OURS
 
 RESULTS = Path(__file__).parent / "results"
 BEFORE = "2026-11-27-nvidia-h200-gpu.json"  # the last file without these kernels
@@ -48,6 +49,9 @@ class Shape(NamedTuple):
     # tests/test_cuda_sass.py.
     instructions: int = 0
     copying: int = 0
+    # Of a score: the weight, and of a cap another exponential and a reciprocal, which the same
+    # units compute.
+    exponentials_of_score: int = 1
 
     @property
     def rows(self) -> int:
@@ -67,7 +71,7 @@ class Shape(NamedTuple):
     @property
     def exponentials(self) -> float:
         """Cycles for a tile: a multiprocessor computes 16 a cycle."""
-        return self.rows * self.keys / 16
+        return self.exponentials_of_score * self.rows * self.keys / 16
 
     @property
     def issued(self) -> int:
@@ -79,6 +83,19 @@ SHAPES = {
     64: Shape(64, 3, 128, 436, 120),
     128: Shape(128, 2, 128, 488, 168),
     256: Shape(256, 2, 80, 496, 196),
+}
+# With an option, by its form in gpu.py.
+OPTIONS = {
+    "alibi": {
+        64: Shape(64, 3, 128, 544, 120),
+        128: Shape(128, 2, 128, 604, 168),
+        256: Shape(256, 2, 80, 592, 196),
+    },
+    "softcap": {
+        64: Shape(64, 3, 128, 816, 120, 3),
+        128: Shape(128, 2, 128, 852, 168, 3),
+        256: Shape(256, 2, 80, 744, 196, 3),
+    },
 }
 
 
@@ -132,7 +149,12 @@ def overlap(card: Card = Card()) -> tuple[float, float]:  # noqa: B008, never ch
 
 def cycles_of_tile(shape: Shape, card: Card = Card()) -> float:  # noqa: B008
     of_tensor, of_exponential = overlap(card)
-    computed = of_tensor * shape.tensor + of_exponential * shape.exponentials
+    # More instructions take more of the time that weights take.
+    plain = SHAPES.get(shape.dim, shape)
+    weighing = shape.exponentials
+    if shape.instructions > plain.instructions > 0:
+        weighing = max(weighing, plain.exponentials * shape.issued / plain.issued)
+    computed = of_tensor * shape.tensor + of_exponential * weighing
     read = 4 * shape.keys * shape.dim / card.bytes_a_cycle  # K and V of 16 bits
     return max(computed, shape.issued, read)
 
@@ -207,7 +229,17 @@ def predictions(at_once: int | None = None) -> list[Prediction]:
     return found
 
 
+def of_plain(form: str, dim: int) -> float:
+    """The part of the speed of the same call without an option that is left with it."""
+    call = Call(8, 2048 // dim, 2048, dim, True)
+    return seconds(call) / seconds(call, OPTIONS[form][dim])
+
+
 if __name__ == "__main__":
     print("of tensor cores and of exponentials: {:.2f} and {:.2f} cycles".format(*overlap()))
     for prediction in predictions():
         print(prediction)
+    for form, shapes in OPTIONS.items():
+        for dim in shapes:
+            asked = OF_PLAIN[form, "forward"].get(dim, 0.0)
+            print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")

@@ -89,18 +89,22 @@ def in_order(kernel: Kernel) -> tuple[list[int], set[tuple[int, int]]]:
 
 # What a cap (tanh), ALiBi (distances) and numbers that are not finite take.
 SELDOM = r"MUFU\.RCP|I2F|.*\b0x7f80\b"
+# The same, but for a cap that is small: see Tanh in csrc/cuda/mma/scores.cuh.
+SELDOM_BESIDE_A_CAP = r"MUFU\.TANH|I2F|.*\b0x7f80\b"
 
 
-def passes(kernel: Kernel, most: tuple[str, ...]) -> Iterator[list[Instruction]]:
+def passes(
+    kernel: Kernel, most: tuple[str, ...], rare: str = SELDOM
+) -> Iterator[list[Instruction]]:
     """For each loop, the instructions of one pass through it.
 
-    The pass is one with fewest of `SELDOM`, then most of each of `most`, and else with fewest
+    The pass is one with fewest of `rare`, then most of each of `most`, and else with fewest
     instructions: what a tile takes in which nothing is hidden or left over. Loops within count
     once.
     """
     names = [instruction.name for instruction in kernel.instructions]
     counted = [re.compile(pattern) for pattern in most]
-    seldom, texts = re.compile(SELDOM), [f"{i.name} {i.operands}" for i in kernel.instructions]
+    seldom, texts = re.compile(rare), [f"{i.name} {i.operands}" for i in kernel.instructions]
     order, closing = in_order(kernel)
     costs = {
         at: (
@@ -307,6 +311,23 @@ class HopperLimit(NamedTuple):
     registers: int  # so that three blocks fit, or two
     copies: int  # of a thread of the producer, for a tile
     copying: int  # instructions of the producer, for a tile
+    exponentials: int = 66  # of the consumer
+    in_memory: int = 0  # of the consumer's, how many read or write a register that is in memory
+
+
+# What marks the way of a tile through the code with an option.
+WAYS = {
+    "": (("HGMMA",), SELDOM),
+    "ALiBi": (("HGMMA", "FADD"), SELDOM),
+    "cap": (("HGMMA", r"MUFU\.RCP"), SELDOM_BESIDE_A_CAP),
+}
+
+
+def passes_of(name: str, kernel: Kernel, products: int) -> Iterator[list[Instruction]]:
+    """Passes through loops with `products`, of a limit whose name ends with an option or not."""
+    option = name.rpartition(", ")[2]
+    way = WAYS.get(option, WAYS[""])
+    return (x for x in passes(kernel, *way) if count(x, "HGMMA") == products)
 
 
 HOPPER_LIMITS = {
@@ -317,7 +338,25 @@ HOPPER_LIMITS = {
         "ForwardWgmma<BFloat16, 128, 2, 128, 2, false>", 16, 488, 208, 32, 168
     ),
     "forward, 256": HopperLimit(
-        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 224, 40, 196
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 224, 40, 196, 42
+    ),
+    "forward, 64, ALiBi": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, true>", 12, 544, 160, 16, 120, 68
+    ),
+    "forward, 64, cap": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, true>", 12, 816, 160, 16, 120, 130, 8
+    ),
+    "forward, 128, ALiBi": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, true>", 16, 604, 224, 32, 168, 68, 16
+    ),
+    "forward, 128, cap": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, true>", 16, 852, 224, 32, 168, 130, 16
+    ),
+    "forward, 256, ALiBi": HopperLimit(
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, true>", 21, 592, 224, 40, 196, 44, 4
+    ),
+    "forward, 256, cap": HopperLimit(
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, true>", 21, 744, 224, 40, 196, 82, 4
     ),
 }
 
@@ -330,14 +369,14 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     assert not re.search(r"C75\d\d|serializ", said), (
         said
     )  # what ptxas says if it serializes products
-    path = main_loop(kernel, ("HGMMA",), "HGMMA")
+    path = min(passes_of(name, kernel, limit.products), key=len)
     registers = [int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)]
     waits = [n for n, x in enumerate(path) if x.name.startswith("WARPGROUP.DEPBAR")]
     exponentials = [n for n, x in enumerate(path) if x.name.startswith("MUFU.EX2")]
-    assert count(path, "HGMMA") == limit.products
+    assert len(exponentials) == limit.exponentials
     assert len(path) <= limit.instructions
     assert max(registers) < limit.registers
-    assert count(path, "LDL|STL") == 0
+    assert count(path, "LDL|STL") <= limit.in_memory
     # From the wait for the scores on, all but the last product are under way until the second wait.
     first, second = waits
     assert first < exponentials[0]
@@ -361,12 +400,13 @@ class GradientLimit(NamedTuple):
     registers: int
     copies: int  # of a thread of the producer
     copying: int  # instructions of the producer
-    in_memory: int = 0  # of these, how many read or write a register that is in memory
+    # How many read or write a register that is in memory: of the producer, of the consumer.
+    in_memory: tuple[int, int] = (0, 0)
 
 
 GRADIENT_LIMITS = {
     "grad_query, 64": GradientLimit(
-        "GradQueryWgmma<BFloat16, 64, 128, 4>", 16, 109, 253, 201, 64, 224, 16, 112
+        "GradQueryWgmma<BFloat16, 64, 128, 4>", 16, 109, 253, 148, 64, 224, 16, 112
     ),
     "grad_query, 128": GradientLimit(
         "GradQueryWgmma<BFloat16, 128, 96, 2>", 22, 138, 198, 116, 48, 224, 24, 140
@@ -375,7 +415,31 @@ GRADIENT_LIMITS = {
         "GradKeyWgmma<BFloat16, 64, 96, 4>", 20, 70, 232, 184, 48, 224, 12, 300
     ),
     "grad_key and grad_value, 128": GradientLimit(
-        "GradKeyWgmma<BFloat16, 128, 64, 2>", 24, 96, 162, 130, 32, 232, 16, 376, 16
+        "GradKeyWgmma<BFloat16, 128, 64, 2>", 24, 96, 162, 130, 32, 232, 16, 376, (16, 0)
+    ),
+    "grad_query, 64, ALiBi": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 128, 4, true>", 16, 112, 396, 284, 64, 224, 16, 112, (0, 12)
+    ),
+    "grad_query, 64, cap": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 128, 4, true>", 16, 112, 800, 152, 128, 224, 16, 112, (0, 80)
+    ),
+    "grad_query, 128, ALiBi": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 96, 2, true>", 22, 134, 308, 216, 48, 224, 24, 140, (0, 4)
+    ),
+    "grad_query, 128, cap": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 96, 2, true>", 22, 134, 560, 120, 96, 224, 24, 140, (0, 4)
+    ),
+    "grad_key and grad_value, 64, ALiBi": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 96, 4, true>", 20, 72, 374, 182, 48, 224, 12, 304, (0, 8)
+    ),
+    "grad_key and grad_value, 64, cap": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 96, 4, true>", 20, 72, 624, 182, 96, 224, 12, 304, (0, 8)
+    ),
+    "grad_key and grad_value, 128, ALiBi": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2, true>", 24, 96, 264, 130, 32, 232, 16, 384, (16, 4)
+    ),
+    "grad_key and grad_value, 128, cap": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2, true>", 24, 96, 450, 130, 64, 232, 16, 384, (16, 16)
     ),
 }
 
@@ -385,12 +449,11 @@ def test_instructions_of_a_tile_of_gradients_on_hopper(name: str) -> None:
     limit = GRADIENT_LIMITS[name]
     kernel, said = compile_kernel(limit.kernel, "BackwardTaskParams")
     assert not re.search(r"C75\d\d|serializ", said), said
-    of_consumer = (x for x in passes(kernel, ("HGMMA",)) if count(x, "HGMMA") == limit.products)
-    path = min(of_consumer, key=len)
+    path = min(passes_of(name, kernel, limit.products), key=len)
     assert (
         max(int(n) for x in path for n in re.findall(r"\bR(\d+)\b", x.operands)) < limit.registers
     )
-    assert count(path, "LDL|STL") == 0
+    assert count(path, "LDL|STL") <= limit.in_memory[1]
     weigh, slopes = [n for n, x in enumerate(path) if x.name.startswith("WARPGROUP.DEPBAR")][:2]
     parts = path[:weigh], path[weigh:slopes], path[slopes:]
     limits = limit.start, limit.weigh, limit.slopes
@@ -409,7 +472,7 @@ def test_instructions_of_a_tile_of_gradients_on_hopper(name: str) -> None:
         copying = few[-2:]
         whole = len(few[-1]) + (limit.copies // 4 - 1) * len(few[1])
     assert whole <= limit.copying
-    assert max(count(x, "LDL|STL") for x in copying) <= limit.in_memory
+    assert max(count(x, "LDL|STL") for x in copying) <= limit.in_memory[0]
 
 
 # What a warp issues for a tile of 64 keys, by what it does: (HGMMA, LDGSTS) and instructions.

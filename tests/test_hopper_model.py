@@ -12,6 +12,7 @@ from test_cuda_sass import HOPPER_LIMITS
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import hopper_model as model  # noqa: E402
+from gpu import OF_PLAIN  # noqa: E402
 
 
 @pytest.mark.parametrize("prediction", model.predictions(), ids=str)
@@ -34,10 +35,23 @@ def test_published() -> None:
         assert call.flop / model.seconds(call, shape) / 1e12 == pytest.approx(tflops, rel=0.05)
 
 
+LIMITS = {"": "", "alibi": ", ALiBi", "softcap": ", cap"}  # the ends of their names, by form
+
+
+@pytest.mark.parametrize("form", LIMITS)
 @pytest.mark.parametrize("dim", model.SHAPES)
-def test_counts(dim: int) -> None:
-    limit, shape = HOPPER_LIMITS[f"forward, {dim}"], model.SHAPES[dim]
+def test_counts(dim: int, form: str) -> None:
+    limit = HOPPER_LIMITS[f"forward, {dim}{LIMITS[form]}"]
+    shape = (model.OPTIONS[form] if form else model.SHAPES)[dim]
     assert limit.kernel.split("<")[1].startswith(
         f"BFloat16, {dim}, {shape.consumers}, {shape.keys}, "
     )
     assert (limit.instructions, limit.copying) == (shape.instructions, shape.copying)
+    # Weights of a thread, and what a tile takes beside them.
+    of_scores = shape.exponentials_of_score * shape.keys // 2
+    assert 2 <= limit.exponentials + (of_scores // 3 if form == "softcap" else 0) - of_scores <= 4
+
+
+@pytest.mark.parametrize(("form", "dim"), [(f, d) for f in model.OPTIONS for d in model.SHAPES])
+def test_part_of_plain(form: str, dim: int) -> None:
+    assert model.of_plain(form, dim) >= OF_PLAIN[form, "forward"].get(dim, 0.0)

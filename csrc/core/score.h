@@ -57,9 +57,9 @@ struct ScoreFunction {
 };
 
 // The soft cap and its derivatives, from y = tanh(z / c): cap(z) = c y, cap'(z) = 1 - y^2 and cap''(z) = (-2 y / c)
-// cap'(z). The derivatives are 0 where y is +-1, for example if the product is +-inf. They are computed from y, not from
-// the score c y, because the score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of this
-// rounding. The tangent of a score is cap'(z) times the tangent of z.
+// cap'(z). The derivatives are 0 where y is +-1, for example if the product is +-inf. They are computed from y, not
+// from the score c y, because the score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of
+// this rounding. The tangent of a score is cap'(z) times the tangent of z.
 template <class T>
 struct SoftCap {
   T most, inverse;  // c, 1 / c

@@ -33,8 +33,8 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether a kernel without tensor cores computes a gradient beside the kernels with tensor cores: that of a mask that is
-// summed over rows.
+// Whether a kernel without tensor cores computes a gradient beside the kernels with tensor cores: that of a mask that
+// is summed over rows.
 bool sums_simt(const BackwardParams& p) { return p.mask_is_shared && !sums_mask(p); }
 
 // Whether launch_delta_mma() can write `delta`. Its kernel loads 16 bytes at a time, so the rows of all inputs must
@@ -128,7 +128,8 @@ static bool has_wgmma(const Gpu& gpu) {
 
 // Masks, dropout, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those
 // kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows
-// there are. So does a scale, or a cap beside ALiBi, that cannot be divided by (RowTerms).
+// there are. So do scores that fall as products grow, and slopes that cannot be divided by the scale or by the cap
+// (terms_left()).
 static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
   constexpr double kLeast = 1e-20;
@@ -143,8 +144,8 @@ bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant));
 }
 
-// Larger heads, keys and values that different numbers of heads share, and slopes that need a gradient beside a cap take
-// the kernels of all GPUs.
+// Larger heads, keys and values that different numbers of heads share, and slopes that need a gradient beside a cap
+// take the kernels of all GPUs.
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
   return uses_wgmma(p, gpu) && !(p.grad_slopes && p.softcap > 0) &&
          larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;

@@ -45,12 +45,13 @@ __global__ void convert_all(const __grid_constant__ Buffers b) {
   b.words[gridDim.x * 32 + i] = pack<S>(b.floats[i], -b.floats[i]);
   b.results[i] = to_float(S{b.numbers[i]});
   b.results[gridDim.x * 32 + i] = exp2_approx(b.floats[i]);
+  b.results[2 * gridDim.x * 32 + i] = reciprocal_approx(b.floats[i]);
 }
 
 template <class S, bool kIsHalf>
 void check_conversions() {
   constexpr int kBlocks = 4, kSize = 32 * kBlocks;
-  Array<float> floats(kSize), results(2 * kSize);
+  Array<float> floats(kSize), results(3 * kSize);
   Array<uint16_t> numbers(kSize);
   Array<uint32_t> words(2 * kSize);
   std::mt19937 random(1);
@@ -85,6 +86,9 @@ void check_conversions() {
       require(results[kSize + i] == 0, "exp2_approx of a small number");
     else if (exact < 0x1p127)
       require(std::fabs(results[kSize + i] - exact) <= exact * 0x1p-21, "exp2_approx");
+    const double reciprocal = 1 / static_cast<double>(floats[i]), found = results[2 * kSize + i];
+    require(found == reciprocal || std::fabs(found - reciprocal) <= std::fabs(reciprocal) * 0x1p-22,
+            "reciprocal_approx");
   }
 }
 

@@ -5,8 +5,9 @@
 
 namespace attn::cuda {
 
-// Exponents of 2 are log2(e) (score - logsumexp), where scores are numbers times terms_left(), which is positive. Without
-// a cap and ALiBi these numbers are products. Returns the factor of a number: d(log2 of the weight) / d(number).
+// Exponents of 2 are log2(e) (score - logsumexp), where scores are numbers times terms_left(), which is positive.
+// Without a cap and ALiBi these numbers are products. Returns the factor of a number: d(log2 of the weight) /
+// d(number).
 __device__ __forceinline__ float exponent_slope(const Problem& p) { return terms_left(p) * kLog2E<float>; }
 // Returns the factor of a logsumexp. exponent_slope() is rounded, and this factor is computed from the rounded number,
 // because a large score and a large logsumexp must cancel in their difference.
@@ -45,7 +46,8 @@ __device__ __forceinline__ void write_gradient(const Problem& p, const Operand& 
       if (thread.col(n) + c < cols) store_rounded(to, base + (thread.col(n) + c) * to.col, value(n, c));
 }
 
-// Writes the sum of `sum` over the four lanes of row `number`, if the row exists (`there`). Called by all lanes of a warp.
+// Writes the sum of `sum` over the four lanes of row `number`, if the row exists (`there`). Called by all lanes of a
+// warp.
 __device__ __forceinline__ void write_of_row(void* to, int64_t number, float sum, bool there) {
   sum += __shfl_xor_sync(~0u, sum, 1);
   sum += __shfl_xor_sync(~0u, sum, 2);

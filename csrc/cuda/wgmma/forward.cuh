@@ -1,7 +1,7 @@
-// Computes the forward on Hopper's tensor cores, where uses_forward_wgmma() says so. As in FlashAttention-3 (Shah et al.,
-// 2024), one warpgroup of a block copies and the others compute. A consumer owns 64 rows. While tensor cores compute
-// its products with the next keys and with these values, it turns the scores of these keys into weights. Consumers take
-// turns, so that one has the tensor cores while another computes weights.
+// Computes the forward on Hopper's tensor cores, where uses_forward_wgmma() says so. As in FlashAttention-3 (Shah et
+// al., 2024), one warpgroup of a block copies and the others compute. A consumer owns 64 rows. While tensor cores
+// compute its products with the next keys and with these values, it turns the scores of these keys into weights.
+// Consumers take turns, so that one has the tensor cores while another computes weights.
 #pragma once
 
 #include "cuda/wgmma/row_tasks.cuh"
@@ -17,8 +17,8 @@ struct ForwardTiles {
 };
 
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kPaged: whether keys and values are stored
-// in pages. kHasTerms: see ForwardTasks. kTurns: whether consumers take turns. kFilling: how many threads fill a tile of
-// keys or of values.
+// in pages. kHasTerms: see ForwardTasks. kTurns: whether consumers take turns. kFilling: how many threads fill a tile
+// of keys or of values.
 template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kHasTerms = false,
           bool kTurns = true, int kFilling = kGroupThreads / 2>
 struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers,
