@@ -9,12 +9,12 @@
 
 namespace attn::cuda {
 
-// Returns tanh(x ln(2) / 2) = 1 - 2 / (2^x + 1) with an error of at most 5 * 2^-24, however small the result is. (The
+// Returns tanh(x ln(2) / 2) = 1 - 2 / (2^x + 1) with an error of at most 2^-21, however small the result is. (The
 // instruction tanh.approx has one of 2^-11.)
 __device__ __forceinline__ float tanh_of_exponent(float x) {
   return fmaf(-2, reciprocal_approx(exp2_approx(x) + 1), 1);
 }
-// A cap multiplies this error. The caps of models are 20 to 50. With these, the error changes a score by less than
+// A cap multiplies this error. The caps of models are 20 to 50. With these, the error changes a score by at most
 // 2^-15, which is far less than the rounding of weights to 16 bits. Larger caps get tanhf().
 enum class Cap { none, small, large };
 __device__ __forceinline__ Cap cap_of(const Problem& p) {
