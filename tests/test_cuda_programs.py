@@ -357,7 +357,7 @@ MUTATIONS = {
             (
                 "what lies behind the last keys is read",
                 "wgmma",
-                "copy_async(to, from, «i < rows»);",
+                "copy_async(to, from, «hidden <= i && i < rows»);",
                 "true",
             ),
             (

@@ -175,4 +175,22 @@ ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, 
   return place;
 }
 
+// Sets the strides of p.mask_tiles. Returns how many bytes all its slices have together.
+inline int64_t set_mask_tiles(Problem& p) {
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kScoreTile);
+  Operand& tiles = p.mask_tiles;
+  tiles.dtype = DType::boolean;
+  tiles.col = 1;
+  tiles.row = p.mask.row == 0 ? 0 : divide_up(p.keys, kScoreTile);
+  int64_t size = row_tiles * divide_up(p.keys, kScoreTile);
+  const auto stride = [&](int64_t extent, int64_t stride_of_mask) {
+    const int64_t before = size;
+    if (stride_of_mask != 0) size *= extent;
+    return stride_of_mask == 0 ? 0 : before;
+  };
+  tiles.head = stride(p.heads, p.mask.head);
+  for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
+  return size;
+}
+
 }  // namespace attn

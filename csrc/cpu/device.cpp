@@ -51,23 +51,11 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 Tensor look_at_mask(Problem& p, const Tensor& query) {
   constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass costs too much
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
-  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
-  const int64_t key_tiles = divide_up(p.keys, kKeyTile);
-  Operand& tiles = p.mask_tiles;
-  tiles.dtype = DType::boolean;
-  tiles.col = 1;
-  tiles.row = p.mask.row == 0 ? 0 : key_tiles;
-  int64_t size = row_tiles * key_tiles;
-  const auto stride = [&](int64_t extent, int64_t stride_of_mask) {
-    if (stride_of_mask == 0) return int64_t{0};
-    return std::exchange(size, size * extent);
-  };
-  tiles.head = stride(p.heads, p.mask.head);
-  for (int d = p.batch_dims - 1; d >= 0; --d) tiles.batch[d] = stride(p.batch_size[d], p.mask.batch[d]);
-  const int64_t slices = size / (row_tiles * key_tiles);
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile), size = set_mask_tiles(p);
+  const int64_t slices = size / (row_tiles * divide_up(p.keys, kKeyTile));
   if (slices == p.batch * p.heads) return {};  // no two heads share it
   Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
-  tiles.data = bytes.mutable_data_ptr();
+  p.mask_tiles.data = bytes.mutable_data_ptr();
   const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
   run_tasks(slices * row_tiles, read, 0, {}, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });
   return bytes;

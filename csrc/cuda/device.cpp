@@ -121,6 +121,11 @@ Tensor allocate_counters(int64_t count, const Tensor& query) {
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_vectors(p, query);
+  Tensor mask_tiles;
+  if (p.has_mask && uses_forward_wgmma(p, device)) {
+    mask_tiles = at::empty({set_mask_tiles(p)}, query.options().dtype(at::kByte));
+    p.mask_tiles.data = mask_tiles.mutable_data_ptr();
+  }
   plan_forward(p, device);
   const auto partial = allocate_splits(p, query);
   Tensor counters;

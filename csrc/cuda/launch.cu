@@ -126,7 +126,7 @@ static bool has_wgmma(const Gpu& gpu) {
 #endif
 }
 
-// Masks, dropout, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those
+// Dropout, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those
 // kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows
 // there are. So do scores that fall as products grow, and slopes that cannot be divided by the scale or by the cap
 // (terms_left()).
@@ -134,20 +134,22 @@ static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
   constexpr double kLeast = 1e-20;
   const bool divides = !p.alibi_slopes || (p.softcap > 0 ? p.softcap : p.scale) > kLeast;
-  return has_wgmma(gpu) && uses_mma(p) && !p.has_mask && !p.has_dropout && divides &&
-         ScoreFunction<float>::of(p).keeps_order() && !is_8_bit(p.key) && !reads_numbers(p) &&
-         (p.invariant || p.rows() > kFewRows);
+  return has_wgmma(gpu) && uses_mma(p) && !p.has_dropout && divides && ScoreFunction<float>::of(p).keeps_order() &&
+         !is_8_bit(p.key) && !reads_numbers(p) && (p.invariant || p.rows() > kFewRows);
 }
 
-// Slopes that need a gradient need an output that is more exact than weights of 16 bits give.
+// Slopes that need a gradient need an output that is more exact than weights of 16 bits give. A mask of larger heads,
+// pages or packed sequences takes the kernels of all GPUs, and therefore within Problem::invariant every mask does.
 bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
-  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant));
+  const bool takes_mask =
+      larger(p.head_dim, p.value_dim) <= kMaskedWgmmaDim && !p.invariant && !p.paging.table && p.sequences == 0;
+  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant)) && (!p.has_mask || takes_mask);
 }
 
 // Larger heads, keys and values that different numbers of heads share, and slopes that need a gradient beside a cap
 // take the kernels of all GPUs.
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
-  return uses_wgmma(p, gpu) && !(p.grad_slopes && p.softcap > 0) &&
+  return uses_wgmma(p, gpu) && !p.has_mask && !(p.grad_slopes && p.softcap > 0) &&
          larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
 }
 
@@ -209,7 +211,7 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
   p.rows_per_task = decodes ? kDecodeRows : kSimtTile;
   if (on_hopper)
-    p.rows_per_task = forward_wgmma_rows(dim);
+    p.rows_per_task = forward_wgmma_rows(dim, p.has_mask);
   else if (is_latent)
     p.rows_per_task = kLatentMmaRows;
   else if (uses_mma(p) && !decodes)

@@ -200,6 +200,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     p.mask.dtype = c.mask_bytes == 1 ? DType::boolean : About<S>::dtype;
     if (c.mask_is_of_rows) p.mask.col = 0;
   }
+  Array<uint8_t> mask_tiles(c.mask_bytes ? set_mask_tiles(p) : 0);
+  p.mask_tiles.data = c.mask_bytes ? mask_tiles.data() : nullptr;
   // A pool [pages, heads, page, dim]: no sequence has the first page, and the others are in disorder.
   const int pages = c.page ? (c.keys + c.page - 1) / c.page : 1, per_page = c.page ? c.page : 1;
   const int64_t of_pool = int64_t{pages + 1} * key_heads * per_page * c.col;

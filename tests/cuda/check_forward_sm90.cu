@@ -11,9 +11,10 @@ namespace {
 template <class S, int kDim>
 void check(const Case& c) {
   const Gpu gpu{3, 90, nullptr};
-  check_forward<S>(c, forward_wgmma_rows(kDim), forward_wgmma_keys(kDim), false, [&](const ForwardParams& p) {
-    return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu) : launch_forward_wgmma<S, kDim, false>(p, gpu);
-  });
+  check_forward<S>(
+      c, forward_wgmma_rows(kDim, c.mask_bytes > 0), forward_wgmma_keys(kDim), false, [&](const ForwardParams& p) {
+        return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu) : launch_forward_wgmma<S, kDim, false>(p, gpu);
+      });
 }
 
 // Every task has one turn, and those with the most keys come first: all lists of a section before the next section.
@@ -89,6 +90,29 @@ int main() {
                         .softcap = 3,
                         .has_slopes = true});
   check<BFloat16, 128>({.name = "splits, a cap", .queries = 130, .keys = 400, .splits = 2, .softcap = 5});
+  for (const int bytes : {1, 2}) {  // tiles of 64 keys are hidden, some beside others
+    check<BFloat16, 128>({.name = "mask", .queries = 300, .keys = 300, .right = 0, .mask_bytes = bytes});
+    check<Half, 128>({.name = "mask, grouped",
+                      .heads = 4,
+                      .group = 4,
+                      .queries = 70,
+                      .keys = 400,
+                      .in_use = 391,
+                      .has_sinks = true,
+                      .softcap = 3,
+                      .has_slopes = true,
+                      .mask_bytes = bytes});
+    check<BFloat16, 64>(
+        {.name = "64, mask", .heads = 3, .queries = 290, .keys = 520, .dim = 64, .value_dim = 64, .mask_bytes = bytes});
+    check<Half, 64>({.name = "64, mask, splits",
+                     .queries = 130,
+                     .keys = 700,
+                     .dim = 64,
+                     .value_dim = 64,
+                     .splits = 2,
+                     .mask_bytes = bytes});
+  }
+  check<BFloat16, 128>({.name = "mask of rows", .queries = 140, .keys = 300, .mask_bytes = 2, .mask_is_of_rows = true});
   check<BFloat16, 128>({.name = "splits", .queries = 130, .keys = 400, .splits = 2});
   check<BFloat16, 64>({.name = "pages, 64", .keys = 300, .dim = 64, .value_dim = 64, .in_use = 250, .page = 16});
   check<BFloat16, 128>({.name = "pages, 128", .keys = 300, .in_use = 290, .page = 16});

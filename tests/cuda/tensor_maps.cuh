@@ -28,8 +28,8 @@ __device__ __forceinline__ void start_box(SharedAddress to, const CUtensorMap& m
 }
 
 template <int kDim, int kConsumers, int kKeys, int kStages>
-struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, false, true, 1> {
-  using Base = ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, false, true, 1>;
+struct ForwardWithMaps : ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, Extra::none, true, 1> {
+  using Base = ForwardWgmma<BFloat16, kDim, kConsumers, kKeys, kStages, false, Extra::none, true, 1>;
   using Base::shared, Base::p;
   using typename Base::Work;
   using Tile = PanelTile<BFloat16, kKeys, kDim>;

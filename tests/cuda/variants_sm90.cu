@@ -148,9 +148,9 @@ class Variants {
 };
 
 template <int kKeys, int kStages, bool kTurns = true>
-using Of128 = ForwardWgmma<BFloat16, 128, 2, kKeys, kStages, false, false, kTurns>;
+using Of128 = ForwardWgmma<BFloat16, 128, 2, kKeys, kStages, false, Extra::none, kTurns>;
 template <int kConsumers, int kKeys, int kStages, bool kTurns = true>
-using Of64 = ForwardWgmma<BFloat16, 64, kConsumers, kKeys, kStages, false, false, kTurns>;
+using Of64 = ForwardWgmma<BFloat16, 64, kConsumers, kKeys, kStages, false, Extra::none, kTurns>;
 
 void time_all(Shape of_64, Shape of_128, Shape of_256) {
   Variants<128> x(of_128);
@@ -176,7 +176,7 @@ void time_all(Shape of_64, Shape of_128, Shape of_256) {
   Variants<256> z(of_256);
   z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false>>("2 x 64 rows, 80 keys, 2 stages");
   z.time_maps<2, 80, 2>("tensor maps");
-  z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false, false, false>>("no turns");
+  z.time<ForwardWgmma<BFloat16, 256, 2, 80, 2, false, Extra::none, false>>("no turns");
   z.time<ForwardWgmma<BFloat16, 256, 2, 64, 2, false>>("64 keys");
 }
 

@@ -142,6 +142,19 @@ inline bool __all_sync(unsigned mask, bool predicate) {
   return all;
 }
 
+inline unsigned __ballot_sync(unsigned mask, bool predicate) {
+  if (mask != ~0u) stand_in::fail("__ballot_sync of a part of a warp");
+  unsigned bits = predicate;
+  stand_in::collective("__ballot_sync", &bits, [](void** of_lane) {
+    unsigned all = 0;
+    for (int l = 0; l < 32; ++l) all |= *static_cast<unsigned*>(of_lane[l]) << l;
+    for (int l = 0; l < 32; ++l) *static_cast<unsigned*>(of_lane[l]) = all;
+  });
+  return bits;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {

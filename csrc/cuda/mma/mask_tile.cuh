@@ -5,8 +5,8 @@
 
 namespace attn::cuda {
 
-// A tile of [kRows, kKeys] numbers of a mask, which is boolean or of the type S. Each warp copies a quarter of the
-// rows. If the block owns rows, each warp copies the rows of its own scores, so that no warp waits for another.
+// A tile of [kRows, kKeys] numbers of a mask, which is boolean or of the type S. Each of four warps copies a quarter of
+// the rows. If the block owns rows, each warp copies the rows of its own scores, so that no warp waits for another.
 // kKeepsThread: whether values that are computed from the thread's number may stay in registers from one tile to the
 // next.
 template <class S, int kRows, int kKeys, bool kKeepsThread>
@@ -25,10 +25,7 @@ struct MaskTile {
   alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
-    if constexpr (kKeepsThread)
-      return MmaThread(threadIdx.x);
-    else
-      return MmaThread();
+    return MmaThread((kKeepsThread ? threadIdx.x : thread_index()) % kMmaThreads);
   }
 
   // Returns where a vector of a row of the mask is stored.
@@ -106,6 +103,11 @@ struct MaskTile {
   // Reads the mask of the scores in tile t of a warp that owns rows.
   template <class Number>
   __device__ __forceinline__ void read(uint32_t (&mask)[kKeys / 8][2], int t) {
+    each<Number>(t, [&](int n, int half, uint32_t two) { mask[n][half] = two; });
+  }
+  // Calls f(fragment n, half, two neighbouring numbers) for all of them.
+  template <class Number, class F>
+  __device__ __forceinline__ void each(int t, F f) {
     const MmaThread thread = this_thread();
     const int own = kWarpRows * thread.warp;
     if constexpr (sizeof(Number) == 1) {
@@ -116,18 +118,19 @@ struct MaskTile {
         for (int half = 0; half < 2; ++half) {
           // As in MmaTile::address(), an XOR yields the address. Here it is the address of vector n / 2. If `half` is
           // 1, the vector is eight rows further on than if `half` is 0. The permutations of these two rows differ by an
-          // XOR with kKeys.
-          const unsigned at = (first ^ (n / 2 * 16 | half * kKeys)) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
-          mask[n][half] = *reinterpret_cast<const uint16_t*>(bytes + at);
+          // XOR with kKeys, unless a row is a piece.
+          const unsigned at = (first ^ (n / 2 * 16 | half * (kKeys % 128))) + (16 * t + 8 * half) * kKeys + n % 2 * 8;
+          f(n, half, *reinterpret_cast<const uint16_t*>(bytes + at));
         }
     } else {
       const SharedAddress of_first = shared_address(bytes) + offset<uint16_t>(own + thread.lane % 16, thread.lane / 16);
 #pragma unroll
       for (int k = 0; k < kKeys / 16; ++k) {
         uint32_t a[4];
-        load_matrices(a, (of_first ^ k * 32) + 16 * t * kRowBytes<Number>);
+        // The second piece of a row is permuted by another index.
+        load_matrices(a, (of_first ^ (k * 32 ^ k / 4 * 16)) + 16 * t * kRowBytes<Number>);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mask[2 * k + i / 2][i % 2] = a[i];
+        for (int i = 0; i < 4; ++i) f(2 * k + i / 2, i % 2, a[i]);
       }
     }
   }

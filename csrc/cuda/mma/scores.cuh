@@ -155,15 +155,24 @@ struct ScoresMma {
   // `slope` is 1.
   template <Add kHow>
   static __device__ __forceinline__ void add_mask(Scores& x, const Mask& mask, float slope) {
-    each(x, 0, [&](float& score, int, int, int half, int bit) {
-      const uint32_t two = mask[bit / 2][half], c = bit % 2;
+#pragma unroll
+    for (int n = 0; n < kFragments; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) add_two<kHow>(x, n, half, mask[n][half], slope);
+  }
+  // The same for two neighbouring scores.
+  template <Add kHow>
+  static __device__ __forceinline__ void add_two(Scores& x, int n, int half, uint32_t two, float slope) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float& score = x[n][2 * half + c];
       if constexpr (kHow == Add::boolean) {
         score = two >> 8 * c & 0xff ? score * slope : -infinity<float>();
       } else {
         const float bias = to_float(S{static_cast<uint16_t>(two >> 16 * c)});
         score = kHow == Add::to_finite ? fmaf(score, slope, bias) : masked_score(score, slope, bias);
       }
-    });
+    }
   }
 
   // Sets a score to `hidden` if its row does not see its key. The tile's first key is `key`. With kOwnsKeys also sets

@@ -4,6 +4,7 @@
 // Consumers take turns, so that one has the tensor cores while another computes weights.
 #pragma once
 
+#include "cuda/mma/mask_tile.cuh"
 #include "cuda/wgmma/row_tasks.cuh"
 
 namespace attn::cuda {
@@ -16,22 +17,35 @@ struct ForwardTiles {
   __device__ __forceinline__ void init_all() {}
 };
 
+// The same with a mask: of each consumer, the mask of a tile and where its rows begin.
+template <class S, int kConsumers, int kDim, int kKeys, int kStages>
+struct MaskedTiles : ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages> {
+  MaskTile<S, 64, kKeys, true> mask[kConsumers];
+  const unsigned char* in_mask[kConsumers][64];
+  ShownTile shown[kStages];
+};
+template <class S, int kConsumers, int kDim, int kKeys, int kStages, Extra kExtra>
+using TilesOfForward = std::conditional_t<kExtra == Extra::mask, MaskedTiles<S, kConsumers, kDim, kKeys, kStages>,
+                                          ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>>;
+
 // S: the type of query, key, value. kDim: head_dim of key and value, padded. kPaged: whether keys and values are stored
-// in pages. kHasTerms: see ForwardTasks. kTurns: whether consumers take turns. kFilling: how many threads fill a tile
+// in pages. kExtra: see there. kTurns: whether consumers take turns. kFilling: how many threads fill a tile
 // of keys or of values.
-template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, bool kHasTerms = false,
+template <class S, int kDim, int kConsumers, int kKeys, int kStages, bool kPaged, Extra kExtra = Extra::none,
           bool kTurns = true, int kFilling = kGroupThreads / 2>
-struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers,
-                                   64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling, kHasTerms> {
-  using Tasks = ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, kConsumers, 64 * kConsumers,
-                             kKeys, kStages, 4 * kConsumers, kFilling, kHasTerms>;
+struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys, kStages, kExtra>, kConsumers,
+                                   64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling, kExtra> {
+  using Tasks = ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys, kStages, kExtra>, kConsumers,
+                             64 * kConsumers, kKeys, kStages, 4 * kConsumers, kFilling, kExtra>;
   using Tasks::p, Tasks::shared;
   using typename Tasks::Operands, typename Tasks::Weighing, typename Tasks::Work;
   // Setting a task takes 80 registers. If consumers leave fewer, some of its numbers are in local memory.
-  static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128 && !kHasTerms;
+  static constexpr bool kLeavesSome = kConsumers == 2 && kDim == 128 && kKeys <= 128 && kExtra == Extra::none;
   static constexpr int kProducerRegisters = kLeavesSome ? 88 : kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / kConsumers / 8 * 8;
 
+  using Tasks::kMasked;
+  using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Output = float[kDim / 8][4];
   using Weights = uint32_t[kKeys / 16][4];
 
@@ -81,57 +95,188 @@ struct ForwardWgmma : ForwardTasks<S, ForwardTiles<S, 64 * kConsumers, kDim, kKe
     if (tiles > 0) {
       Weights weights;
       Ring<kStages>& stage = place.stage;
+      ShownTile shown{-1, false};
+      if constexpr (kMasked) find_mask(work, consumer);
       wait(shared.queries.full[0], place.queries.parity);
-      wait(shared.keys.full[stage.stage], stage.parity);
-      wait_for_turn(consumer);
-      start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
-      pass_turn(consumer);
-      wait_for_products<0>(x[0]);
-      arrive_once(shared.keys.empty[stage.stage]);
-      w.weigh(0);
-      pack_all<S>(weights, x[0]);
-#pragma unroll 1
-      for (int tile = 1; tile < tiles; ++tile) {
-        const Ring<kStages> before = stage;
-        stage = stage.after();
-        wait(shared.keys.full[stage.stage], stage.parity);
+      if (next_tile(shown, tiles, consumer, stage)) {
         wait_for_turn(consumer);
         start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
+        pass_turn(consumer);
+        wait_for_products<0>(x[0]);
+        arrive_once(shared.keys.empty[stage.stage]);
+        weigh(w, shown, consumer);
+        pack_all<S>(weights, x[0]);
+        Ring<kStages> before = stage;
+        stage = stage.after();
+#pragma unroll 1
+        for (; next_tile(shown, tiles, consumer, stage); stage = stage.after()) {
+          wait_for_turn(consumer);
+          start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
+          wait(shared.values.full[before.stage], before.parity);
+          start_weighted(output[0], weights, shared.value[before.stage]);
+          pass_turn(consumer);
+          wait_for_products<1>(x[0]);
+          arrive_once(shared.keys.empty[stage.stage]);
+          weigh(w, shown, consumer);
+          keep_beside_products();
+          wait_for_products<0>(output[0]);
+          arrive_once(shared.values.empty[before.stage]);
+          pack_all<S>(weights, x[0]);
+#pragma unroll
+          for (int n = 0; n < kDim / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) output[0][n][i] *= w.factor[i / 2];
+          before = stage;
+        }
         wait(shared.values.full[before.stage], before.parity);
         start_weighted(output[0], weights, shared.value[before.stage]);
-        pass_turn(consumer);
-        wait_for_products<1>(x[0]);
-        arrive_once(shared.keys.empty[stage.stage]);
-        w.weigh(tile);
-        keep_beside_products();
         wait_for_products<0>(output[0]);
         arrive_once(shared.values.empty[before.stage]);
-        pack_all<S>(weights, x[0]);
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) output[0][n][i] *= w.factor[i / 2];
       }
+      if constexpr (kMasked) pass_end(stage);
       arrive_once(shared.queries.empty[0]);
       place.queries = place.queries.after();
-      wait(shared.values.full[stage.stage], stage.parity);
-      start_weighted(output[0], weights, shared.value[stage.stage]);
-      wait_for_products<0>(output[0]);
-      arrive_once(shared.values.empty[stage.stage]);
-      stage = stage.after();
     }
     w.add_lanes();
     Tasks::write(work, output, own, w.best, w.sum);
+  }
+
+  // Waits for the keys of the next tile, whose number replaces that of the last one; false if there is none.
+  __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
+    if (!kMasked && ++shown.tile >= tiles) return false;
+    wait(shared.keys.full[stage.stage], stage.parity);
+    if constexpr (kMasked) {
+      shown = {uniform(shared.shown[stage.stage].tile), uniform(shared.shown[stage.stage].changes) != 0};
+      if (shown.tile < 0) return false;
+      if (shown.changes) start_mask(consumer, shown.tile);
+    }
+    return true;
+  }
+  __device__ __forceinline__ void weigh(Weighing& w, const ShownTile& shown, int consumer) {
+    if constexpr (kMasked) make_scores(w, shown, consumer);
+    w.weigh(shown.tile);
+  }
+
+  // --- with a mask ---
+
+  // Finds out where the warp's rows begin in the mask.
+  __device__ __forceinline__ void find_mask(const Work& work, int consumer) {
+    if (const int lane = MmaThread().lane; lane < 16) {
+      const int i = 16 * MmaThread().warp + lane;
+      const Row row = Tasks::row_of(work.task, i);
+      const int64_t at = batch_offset(p, p.mask, row.n) + row.head * p.mask.head + row.position * p.mask.row;
+      shared.in_mask[consumer][i % 64] = static_cast<const unsigned char*>(p.mask.data) + mask_number_bytes(p) * at;
+    }
+    __syncwarp();
+    first_key = uniform(static_cast<int>(work.task.first_key));
+  }
+  __device__ __forceinline__ void start_mask(int consumer, int tile) {
+    with_mask_number(p, [&]<class M>() {
+      shared.mask[consumer].template copy<M>(
+          p, [&](int i) { return shared.in_mask[consumer][i]; }, first_key + int64_t{tile} * kKeys);
+    });
+    commit_copies();
+  }
+  // Turns products into scores.
+  __device__ __forceinline__ void make_scores(Weighing& w, const ShownTile& shown, int consumer) {
+    auto& x = w.x[0];
+    const float slope = terms_left(p);
+    if (has_terms(p)) w.add_terms(static_cast<float>(shown.tile * kKeys));
+    if (!shown.changes) {
+#pragma unroll
+      for (auto& four : x)
+#pragma unroll
+        for (float& score : four) score *= slope;
+      return;
+    }
+    wait_for_copies<0>();
+    __syncwarp();  // all lanes have copied
+    if (p.mask.dtype == DType::boolean)
+      add_mask<uint8_t, Fragments::Add::boolean>(x, consumer, slope);
+    else if (Fragments::all_finite(&x))
+      add_mask<uint16_t, Fragments::Add::to_finite>(x, consumer, slope);
+    else
+      add_mask<uint16_t, Fragments::Add::to_any>(x, consumer, slope);
+    __syncwarp();  // all lanes have read the mask
+  }
+  template <class M, typename Fragments::Add kHow>
+  __device__ __forceinline__ void add_mask(typename Fragments::Scores& x, int consumer, float slope) {
+    shared.mask[consumer].template each<M>(
+        0, [&](int n, int half, uint32_t two) { Fragments::template add_two<kHow>(x, n, half, two, slope); });
+  }
+  // Passes over what the producer has filled behind the last tile.
+  __device__ __forceinline__ void pass_end(Ring<kStages>& stage) {
+    wait(shared.values.full[stage.stage], stage.parity);
+    __syncwarp();  // all lanes have read that it is the end
+    arrive_once(shared.keys.empty[stage.stage]);
+    arrive_once(shared.values.empty[stage.stage]);
+    stage = stage.after();
+  }
+
+  int first_key = 0;  // of the task, if there is a mask
+};
+
+// Writes Problem::mask_tiles of a mask that is boolean or of type S. A block looks at a tile, a thread at one of its
+// rows.
+template <class S>
+struct LookAtMask {
+  static constexpr int kThreads = kScoreTile, kBlocks = 0;
+  using Shared = Nothing;
+
+  const ForwardParams& p;
+  Shared& shared;
+
+  ATTN_INLINE static constexpr int64_t key_tiles(const Problem& p) { return divide_up(p.keys, kScoreTile); }
+  ATTN_INLINE static constexpr int64_t row_tiles(const Problem& p) {
+    return p.mask_tiles.row == 0 ? 1 : divide_up(p.queries, kScoreTile);
+  }
+  ATTN_INLINE static constexpr int64_t blocks(const Problem& p) {
+    int64_t slices = p.mask.head == 0 ? 1 : p.heads;
+    for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
+    return slices * row_tiles(p) * key_tiles(p);
+  }
+
+  __device__ __forceinline__ void run(int64_t number) {
+    with_mask_number(p, [&]<class M>() { look<M>(number); });
+  }
+  template <class M>
+  __device__ __forceinline__ void look(int64_t number) {
+    const auto [in_slices, key_tile] = divide(number, key_tiles(p));
+    const auto [slice, row_tile] = divide(in_slices, row_tiles(p));
+    const Row at = sharer_of_mask(p, p.mask, slice, 0);
+    const int64_t row = row_tile * kScoreTile + threadIdx.x, key = key_tile * kScoreTile;
+    bool shows = false, changes = false;
+    if (row < (p.mask.row == 0 ? 1 : p.queries)) {
+      const int64_t first = batch_offset(p, p.mask, at.n) + at.head * p.mask.head + row * p.mask.row + key * p.mask.col;
+      const auto* const vectors = reinterpret_cast<const Vec16<uint32_t>*>(static_cast<const M*>(p.mask.data) + first);
+      const int64_t keys = p.mask.col == 0 ? 1 : smaller(kScoreTile, p.keys - key);
+      for (int64_t i = 0; i * int64_t{16 / sizeof(M)} < keys; ++i)
+        for (const uint32_t word : vectors[i].at) {
+          shows |= word != kHidden<S, M>;
+          changes |= sizeof(M) == 1 ? word != 0x01010101 : (word & 0x7fff7fff) != 0;
+        }
+    }
+    const int effect = (__syncthreads_or(shows) ? kSomeVisible : 0) | (__syncthreads_or(changes) ? kSomeChanged : 0);
+    const Operand& to = p.mask_tiles;
+    if (threadIdx.x == 0)
+      static_cast<uint8_t*>(to.data)[batch_offset(p, to, at.n) + at.head * to.head + row_tile * to.row + key_tile] =
+          static_cast<uint8_t>(effect);
   }
 };
 
 template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
-  constexpr int kConsumers = forward_wgmma_rows(kDim) / 64, kKeys = forward_wgmma_keys(kDim);
-  constexpr int kStages = kDim <= 64 ? 4 : 2;
+  constexpr int kRows = forward_wgmma_rows(kDim, false), kKeys = forward_wgmma_keys(kDim), kStages = kDim <= 64 ? 4 : 2;
   if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
-  if (has_terms(p)) return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, kPaged, true>>(p, gpu);
-  return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, kPaged>>(p, gpu);
+  if constexpr (!kPaged && kDim <= kMaskedWgmmaDim)
+    if (p.has_mask) {
+      if (Error error = launch_blocks<LookAtMask<S>>(p, gpu.stream)) return error;
+      constexpr int kMaskedRows = forward_wgmma_rows(kDim, true);
+      return launch_persistent<ForwardWgmma<S, kDim, kMaskedRows / 64, kKeys, kStages, false, Extra::mask>>(p, gpu);
+    }
+  if (has_terms(p))
+    return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged, Extra::terms>>(p, gpu);
+  return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged>>(p, gpu);
 }
 
 }  // namespace attn::cuda

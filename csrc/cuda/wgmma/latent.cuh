@@ -86,10 +86,10 @@ struct LatentWgmma : LatentTasks<S, kStages> {
       this->template start_keys<kPaged>(copy, tile, task, p.key, data + col, key, keys, p.head_dim - col);
     };
     if (Tasks::in_first_half())
-      this->fill(task, shared.keys, stage,
+      this->fill(work, shared.keys, stage,
                  [&](int i, int64_t key, int keys) { start(of_half, shared.key[i].first, key, keys, 0); });
     else
-      this->fill(task, shared.values, stage, [&](int i, int64_t key, int keys) {
+      this->fill(work, shared.values, stage, [&](int i, int64_t key, int keys) {
         start(of_half, shared.key[i].second, key, keys, kHalf);
         start(of_last, shared.key[i].last, key, keys, 2 * kHalf);
       });
@@ -218,7 +218,7 @@ template <class S>
 Error launch_latent_wgmma(const ForwardParams& p, const Gpu& gpu) {
   using Kernel = LatentWgmma<S, false>;
   static_assert(Kernel::kDim == kLatentKeyDim && 2 * Kernel::kHalf == kLatentValueDim);
-  static_assert(Kernel::kRows == forward_wgmma_rows(kLatentKeyDim) &&
+  static_assert(Kernel::kRows == forward_wgmma_rows(kLatentKeyDim, false) &&
                 Kernel::kKeys == forward_wgmma_keys(kLatentKeyDim));
   if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
   return p.paging.table ? launch_persistent<LatentWgmma<S, true>>(p, gpu)

@@ -13,6 +13,7 @@ template <class Params, int kRows, int kKeys>
 struct RowWork {
   Task task;
   int tiles, first_seen, last_seen;
+  Row first, last;  // of its rows, if there is a mask
   Begins<Params> begins;
 
   __device__ __forceinline__ void set(const Params& p, int64_t number) {
@@ -21,10 +22,20 @@ struct RowWork {
     tiles = static_cast<int>(divide_up(keys, kKeys));
     first_seen = last_seen = 0;
     if (tiles == 0) return;
+    if (p.mask_tiles.data) {
+      first = task.row_at();
+      last = task.row_at(task.rows - 1);
+    }
     const Range seen = task.seen_by_all;
     first_seen = static_cast<int>(divide_up(smaller(keys, larger(0, seen.first - task.first_key)), kKeys));
     last_seen = static_cast<int>(smaller(keys, larger(0, seen.last - task.first_key)) / kKeys);
   }
+};
+
+// What the producer tells consumers of a tile, if there is a mask: it leaves out tiles that the mask hides.
+struct ShownTile {
+  int tile;      // its number; -1 behind the last one, where there are no keys
+  bool changes;  // whether the mask hides some score or adds a number to it
 };
 
 // Tiles of the kernels below: `Tiles`, and the barriers of the rows and of two rings of kStages tiles each, which the
@@ -79,6 +90,7 @@ struct RowTasks
   using Work = RowWork<Params, kTaskRows, kKeys>;
   using Operands = TaskOperands<Params>;
   static constexpr int kRows = kTaskRows;
+  static constexpr bool kMasked = requires(Tiles& tiles) { tiles.shown; };
 
   ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
     if constexpr (requires { p.splits; }) return p.splits * blocks_of_rows(p, kRows);
@@ -127,28 +139,86 @@ struct RowTasks
         });
   }
 
+  // What a mask does to a tile of keys. Bit i: it shows some of the keys from number i kScoreTile on. Bit kChanges: see
+  // ShownTile.
+  static constexpr int kChanges = divide_up(kKeys, kScoreTile);
+  __device__ __forceinline__ unsigned effect_on(const Work& work, int tile) const {
+    const Task& task = work.task;
+    const int64_t first_col = (task.first_key + int64_t{tile} * kKeys) / kScoreTile;
+    const int64_t cols = divide_up(smaller(kKeys, task.last_key - first_col * kScoreTile), kScoreTile);
+    const Operand& x = p.mask_tiles;
+    const auto* const bytes = static_cast<const uint8_t*>(x.data) + batch_offset(p, x, task.n) + first_col;
+    unsigned effect = 0;
+    for (int64_t head = work.first.head; head <= work.last.head; ++head) {
+      const int64_t first = head == work.first.head ? work.first.position : 0;
+      const int64_t last = head == work.last.head ? work.last.position : task.sequence.queries - 1;
+      for (int64_t row = first / kScoreTile; row <= last / kScoreTile; ++row)
+        for (int64_t col = 0; col < cols; ++col) {
+          const unsigned of_tile = bytes[head * x.head + row * x.row + col];
+          effect |= (of_tile & kSomeVisible ? 1u << col : 0) | (of_tile & kSomeChanged ? 1u << kChanges : 0);
+        }
+    }
+    return effect;
+  }
+  // The first tile from number `first` on that the mask does not hide from all rows. Writes the part of the tile that
+  // it shows to `part`. Each lane of a warp looks at another tile.
+  __device__ __forceinline__ ShownTile next_shown(const Work& work, int first, Range& part) const {
+    const int lane = thread_index() % 32;
+#pragma unroll 1
+    for (; first < work.tiles; first += 32) {
+      const unsigned own = first + lane < work.tiles ? effect_on(work, first + lane) : 0;
+      constexpr unsigned kShows = (1u << kChanges) - 1;
+      if (const unsigned shown = __ballot_sync(~0u, (own & kShows) != 0)) {
+        const int of_lane = __ffs(static_cast<int>(shown)) - 1;
+        const unsigned effect = __shfl_sync(~0u, own, of_lane);
+        const int begin = __ffs(static_cast<int>(effect & kShows)) - 1,
+                  end = 32 - __clz(static_cast<int>(effect & kShows));
+        part = {begin * kScoreTile, end * kScoreTile};
+        return {first + of_lane, effect >> kChanges != 0};
+      }
+    }
+    return {-1, false};
+  }
+
   // Fills one of the two rings with a task's keys, tile by tile: start(stage, key, keys) starts to copy `keys` keys
   // from `key` on. The copies of the rows have been started before: their barrier is arrived at as soon as they are
   // there.
   template <class Barriers, class Start>
-  __device__ __forceinline__ void fill(const Task& task, Barriers& barriers, Ring<kStages>& stage, Start start) {
+  __device__ __forceinline__ void fill(const Work& work, Barriers& barriers, Ring<kStages>& stage, Start start) {
+    const Task& task = work.task;
     const int64_t last = task.last_key;
     Filling filling{&shared.queries.full[0]};
+    if constexpr (kMasked) {
+      int next = 0;
+      do {
+        Range part{};
+        const ShownTile shown = next_shown(work, next, part);
+        filling.fill(barriers, stage, [&](int i) {
+          if (thread_index() % kGroupThreads == 0) shared.shown[i] = shown;
+          const int64_t key = task.first_key + int64_t{shown.tile} * kKeys;
+          if (shown.tile >= 0)
+            start(i, key, static_cast<int>(smaller(part.last, last - key)), static_cast<int>(part.first));
+        });
+        next = shown.tile + 1;
+      } while (next > 0);
+    } else {
 #pragma unroll 1
-    for (int64_t key = task.first_key; key < last; key += kKeys)
-      filling.fill(barriers, stage, [&](int i) { start(i, key, static_cast<int>(smaller(kKeys, last - key))); });
+      for (int64_t key = task.first_key; key < last; key += kKeys)
+        filling.fill(barriers, stage, [&](int i) { start(i, key, static_cast<int>(smaller(kKeys, last - key))); });
+    }
     filling.finish();
   }
-  // Starts to copy `keys` keys, or their values, from `key` on. `cols`: the numbers of a row behind `data`.
+  // Starts to copy `keys` keys, or their values, from `key` on, of which the first `hidden` ones count as 0. `cols`: the
+  // numbers of a row behind `data`.
   template <bool kPaged, int kCols>
   __device__ __forceinline__ void start_keys(const PanelCopy<S, kKeys, kCols, kCopying>& copy,
                                              PanelTile<S, kKeys, kCols>& tile, const Task& task, const Operand& x,
-                                             const S* data, int64_t key, int keys, int64_t cols) {
+                                             const S* data, int64_t key, int keys, int64_t cols, int hidden) {
     if constexpr (kPaged)
       copy.start_scattered(tile, data, keys, cols,
                            [&](int j) { return offset_in_pages(p, x.page, x.row, task.n, key + j); });
     else
-      copy.start(tile, data + key * x.row, x.row, keys, cols);
+      copy.start(tile, data + key * x.row, x.row, keys, cols, hidden);
   }
   // Fills both rings, whose tiles are `key` and `value`.
   template <bool kPaged, int kDim>
@@ -157,20 +227,22 @@ struct RowTasks
                                             PanelTile<S, kKeys, kDim> (&value)[kStages]) {
     const Task& task = work.task;
     if (Tasks::in_first_half())
-      copy_keys<kPaged>(task, p.key, work.begins.of[Operands::kKey] + task.key_head * p.key.head, p.head_dim, key,
+      copy_keys<kPaged>(work, p.key, work.begins.of[Operands::kKey] + task.key_head * p.key.head, p.head_dim, key,
                         shared.keys, stage);
     else
-      copy_keys<kPaged>(task, p.value, work.begins.of[Operands::kValue] + task.value_head * p.value.head, p.value_dim,
+      copy_keys<kPaged>(work, p.value, work.begins.of[Operands::kValue] + task.value_head * p.value.head, p.value_dim,
                         value, shared.values, stage);
   }
   template <bool kPaged, int kDim, class Barriers>
-  __device__ __forceinline__ void copy_keys(const Task& task, const Operand& x, int64_t begin, int64_t cols,
+  __device__ __forceinline__ void copy_keys(const Work& work, const Operand& x, int64_t begin, int64_t cols,
                                             PanelTile<S, kKeys, kDim> (&tiles)[kStages], Barriers& barriers,
                                             Ring<kStages>& stage) {
+    const Task& task = work.task;
     const S* const data = static_cast<const S*>(x.data) + begin;
     const PanelCopy<S, kKeys, kDim, kCopying> c{static_cast<int>(thread_index()) % kCopying};
-    fill(task, barriers, stage,
-         [&](int i, int64_t key, int keys) { start_keys<kPaged>(c, tiles[i], task, x, data, key, keys, cols); });
+    fill(work, barriers, stage, [&](int i, int64_t key, int keys, int hidden = 0) {
+      start_keys<kPaged>(c, tiles[i], task, x, data, key, keys, cols, hidden);
+    });
   }
 
   // --- the consumers ---
@@ -220,16 +292,22 @@ struct RowTasks
   };
 };
 
-// The forwards, dense and latent. kHasTerms: whether there is a cap or ALiBi.
+// What is done to products beside scaling them: nothing; a cap and ALiBi; these and a mask.
+enum class Extra { none, terms, mask };
+
+// The forwards, dense and latent.
 template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling,
-          bool kHasTerms = false>
+          Extra kExtra = Extra::none>
 struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling> {
   using Rows = RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling>;
   using Rows::p;
   using typename Rows::Hiding, typename Rows::Operands, typename Rows::Work;
 
+  static constexpr bool kHasTerms = kExtra != Extra::none;
   using Softmax = OnlineSoftmax<1, kKeys / 8, kHasTerms>;
-  static __device__ __forceinline__ Softmax softmax_of(const ForwardParams& p) { return {p, terms_left(p)}; }
+  static __device__ __forceinline__ Softmax softmax_of(const ForwardParams& p) {
+    return {p, kExtra == Extra::terms ? terms_left(p) : 1};
+  }
 
   // The softmax of a thread's two rows.
   struct Weighing : Hiding {
@@ -241,9 +319,9 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
     __device__ __forceinline__ Weighing(const ForwardParams& p, const Work& work, int own)
         : Hiding(work, own), softmax(softmax_of(p)), slopes(Rows::template slopes_of<kHasTerms>(p, work, own)) {}
 
-    // Turns the products of a tile into weights.
+    // Turns the products of a tile into weights. With a mask x already holds scores.
     __device__ __forceinline__ void weigh(int tile) {
-      if constexpr (kHasTerms) add_terms(static_cast<float>(tile * kKeys));
+      if constexpr (kExtra == Extra::terms) add_terms(static_cast<float>(tile * kKeys));
       if (this->hides(tile)) this->hide(x[0], tile);
       float shift[2];
       const float old[2] = {best[0], best[1]};

@@ -84,11 +84,12 @@ struct PanelCopy {
   }
 
   // Starts to fill the tile with `rows` rows of `cols` numbers that lie `stride` numbers apart, and with zeros
-  // elsewhere.
-  __device__ __forceinline__ void start(Tile& tile, const S* data, int64_t stride, int rows, int64_t cols) const {
+  // elsewhere, also instead of the first `hidden` rows.
+  __device__ __forceinline__ void start(Tile& tile, const S* data, int64_t stride, int rows, int64_t cols,
+                                        int hidden = 0) const {
     const char* from = reinterpret_cast<const char*>(data + row() * stride + col());
     const int64_t step = kRowsAtOnce * stride * static_cast<int64_t>(sizeof(S));
-    if (rows >= kRows && col() < cols) {  // nothing is compared
+    if (rows >= kRows && hidden == 0 && col() < cols) {  // nothing is compared
       each(tile, [&](SharedAddress to, int, int) {
         copy_async(to, from);
         from += step;
@@ -96,7 +97,7 @@ struct PanelCopy {
     } else {
       if (col() >= cols) rows = 0;
       each(tile, [&](SharedAddress to, int i, int) {
-        copy_async(to, from, i < rows);
+        copy_async(to, from, hidden <= i && i < rows);
         from += step;
       });
     }
