@@ -126,6 +126,8 @@ CALLS = {
     "boolean mask": "L=100, attn_mask=torch.ones(100, 100).tril().bool()",
     "mask": "L=100, attn_mask=torch.zeros(100, 100).bfloat16()",
     "float32 mask": "L=100, attn_mask=torch.zeros(100, 100)",
+    "256, mask": "L=100, D=256, attn_mask=torch.ones(100, 100).bool()",
+    "mask and dropout": "L=100, dropout_p=0.5, attn_mask=torch.ones(100, 100).bool()",
     "cap": "L=100, softcap=20.0",
     "a large cap": "L=100, softcap=1e6",
     "ALiBi": "L=100, alibi_slopes=torch.ones(2)",
@@ -181,11 +183,11 @@ ON_80 = {
     "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
-    *ON_80, "17 rows", "one row, dropout", "few rows", "boolean mask", "mask", "dropout",
+    *ON_80, "17 rows", "one row, dropout", "few rows", "256, mask", "mask and dropout", "dropout",
     "negative scale", "invariant, mask", "pages, rows that are not aligned",
     "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
     "ALiBi, learned", "ALiBi, a scale that is no divisor", "cap and ALiBi, learned",
-    "invariant, ALiBi", "cap and mask",
+    "invariant, ALiBi",
 }  # fmt: skip
 MERGED = {"many keys", "latent, many keys"}
 LATENT = {

@@ -165,14 +165,14 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
         else
           weigh<Cap::large>(key);
         if (this->hides(tile)) this->hide(x, tile, 0);
-        return;
+      } else {
+#pragma unroll
+        for (auto& four : x)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) four[i] = exponent_of(four[i], slope, shift[i / 2]);
+        if (this->hides(tile)) this->hide(x, tile);
+        turn_into_weights(x);
       }
-#pragma unroll
-      for (auto& four : x)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = exponent_of(four[i], slope, shift[i / 2]);
-      if (this->hides(tile)) this->hide(x, tile);
-      turn_into_weights(x);
     }
     // `key`: see RowSlopes.
     template <Cap kCap>
@@ -607,7 +607,7 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     if (!p.grad_key.data && !p.grad_value.data) return nullptr;
     return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));
   };
-  return has_terms(p) ? run.template operator()<true>() : run.template operator()<false>();
+  return has_score_terms(p) ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 }  // namespace attn::cuda

@@ -23,6 +23,8 @@ struct MaskedTiles : ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages> {
   MaskTile<S, 64, kKeys, true> mask[kConsumers];
   const unsigned char* in_mask[kConsumers][64];
   ShownTile shown[kStages];
+  // Whether ForwardTasks::is_left() with a boolean mask. With more columns, registers are too few for both ways.
+  static constexpr bool kMayLeave = kDim <= 64;
 };
 template <class S, int kConsumers, int kDim, int kKeys, int kStages, Extra kExtra>
 using TilesOfForward = std::conditional_t<kExtra == Extra::mask, MaskedTiles<S, kConsumers, kDim, kKeys, kStages>,
@@ -177,22 +179,23 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
     });
     commit_copies();
   }
-  // Turns products into scores.
+  // Turns products into scores, or into numbers that are scores but for terms_left().
   __device__ __forceinline__ void make_scores(Weighing& w, const ShownTile& shown, int consumer) {
     auto& x = w.x[0];
     const float slope = terms_left(p);
     if (has_terms(p)) w.add_terms(static_cast<float>(shown.tile * kKeys));
     if (!shown.changes) {
+      if (!Tasks::is_left(p))
 #pragma unroll
-      for (auto& four : x)
+        for (auto& four : x)
 #pragma unroll
-        for (float& score : four) score *= slope;
+          for (float& score : four) score *= slope;
       return;
     }
     wait_for_copies<0>();
     __syncwarp();  // all lanes have copied
     if (p.mask.dtype == DType::boolean)
-      add_mask<uint8_t, Fragments::Add::boolean>(x, consumer, slope);
+      add_mask<uint8_t, Fragments::Add::boolean>(x, consumer, Tasks::Shared::kMayLeave ? 1 : slope);
     else if (Fragments::all_finite(&x))
       add_mask<uint16_t, Fragments::Add::to_finite>(x, consumer, slope);
     else
@@ -274,7 +277,7 @@ Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
       constexpr int kMaskedRows = forward_wgmma_rows(kDim, true);
       return launch_persistent<ForwardWgmma<S, kDim, kMaskedRows / 64, kKeys, kStages, false, Extra::mask>>(p, gpu);
     }
-  if (has_terms(p))
+  if (has_score_terms(p))
     return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged, Extra::terms>>(p, gpu);
   return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged>>(p, gpu);
 }

@@ -9,11 +9,11 @@ namespace attn::cuda {
 
 // A task of kRows rows and its tiles of kKeys keys. Every row sees all keys of the tiles from first_seen to last_seen -
 // 1.
-template <class Params, int kRows, int kKeys>
+template <class Params, int kRows, int kKeys, bool kMasked>
 struct RowWork {
   Task task;
   int tiles, first_seen, last_seen;
-  Row first, last;  // of its rows, if there is a mask
+  std::conditional_t<kMasked, Row, Nothing> first, last;  // of its rows
   Begins<Params> begins;
 
   __device__ __forceinline__ void set(const Params& p, int64_t number) {
@@ -22,7 +22,7 @@ struct RowWork {
     tiles = static_cast<int>(divide_up(keys, kKeys));
     first_seen = last_seen = 0;
     if (tiles == 0) return;
-    if (p.mask_tiles.data) {
+    if constexpr (kMasked) {
       first = task.row_at();
       last = task.row_at(task.rows - 1);
     }
@@ -37,6 +37,9 @@ struct ShownTile {
   int tile;      // its number; -1 behind the last one, where there are no keys
   bool changes;  // whether the mask hides some score or adds a number to it
 };
+
+template <class Tiles>
+constexpr bool has_mask = requires(Tiles& tiles) { tiles.shown; };
 
 // Tiles of the kernels below: `Tiles`, and the barriers of the rows and of two rings of kStages tiles each, which the
 // producer fills side by side. kReaders warps say that a tile has been read, and that the rows have been read.
@@ -82,15 +85,14 @@ struct RowSlopes {
 // S: the type of query, key, value. See RowWork, RowTiles and TasksWgmma.
 template <class Params, class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders,
           int kFilling>
-struct RowTasks
-    : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers> {
-  using Tasks =
-      TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys>, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers>;
+struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<Tiles>>,
+                             RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers> {
+  static constexpr bool kMasked = has_mask<Tiles>;
+  using Work = RowWork<Params, kTaskRows, kKeys, kMasked>;
+  using Tasks = TasksWgmma<Params, Work, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers>;
   using Tasks::kCopying, Tasks::p, Tasks::shared;
-  using Work = RowWork<Params, kTaskRows, kKeys>;
   using Operands = TaskOperands<Params>;
   static constexpr int kRows = kTaskRows;
-  static constexpr bool kMasked = requires(Tiles& tiles) { tiles.shown; };
 
   ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
     if constexpr (requires { p.splits; }) return p.splits * blocks_of_rows(p, kRows);
@@ -213,7 +215,7 @@ struct RowTasks
   template <bool kPaged, int kCols>
   __device__ __forceinline__ void start_keys(const PanelCopy<S, kKeys, kCols, kCopying>& copy,
                                              PanelTile<S, kKeys, kCols>& tile, const Task& task, const Operand& x,
-                                             const S* data, int64_t key, int keys, int64_t cols, int hidden) {
+                                             const S* data, int64_t key, int keys, int64_t cols, int hidden = 0) {
     if constexpr (kPaged)
       copy.start_scattered(tile, data, keys, cols,
                            [&](int j) { return offset_in_pages(p, x.page, x.row, task.n, key + j); });
@@ -305,8 +307,14 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
 
   static constexpr bool kHasTerms = kExtra != Extra::none;
   using Softmax = OnlineSoftmax<1, kKeys / 8, kHasTerms>;
+  // Whether numbers are left that are scores but for terms_left(). Masks of numbers are added to scores, because a mask
+  // may hold the least number of its dtype, which divided by terms_left() would be -inf and hide keys.
+  static __device__ __forceinline__ bool is_left(const ForwardParams& p) {
+    if constexpr (kExtra == Extra::mask) return Tiles::kMayLeave && p.mask.dtype == DType::boolean;
+    return true;
+  }
   static __device__ __forceinline__ Softmax softmax_of(const ForwardParams& p) {
-    return {p, kExtra == Extra::terms ? terms_left(p) : 1};
+    return {p, is_left(p) ? terms_left(p) : 1};
   }
 
   // The softmax of a thread's two rows.
