@@ -338,6 +338,9 @@ OF_PLAIN = {
     ("alibi", "backward"): {64: 0.85, 128: 0.90},
     ("softcap", "forward"): {128: 0.55, 256: 0.70},
     ("softcap", "backward"): {64: 0.80, 128: 0.80},
+    # Not asked of a row: the same call without a mask is another row.
+    ("bool", "forward"): {64: 0.80, 128: 0.80},
+    ("grad", "forward"): {},
 }
 
 

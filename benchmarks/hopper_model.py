@@ -96,7 +96,11 @@ OPTIONS = {
         128: Shape(128, 2, 128, 852, 168, 3),
         256: Shape(256, 2, 80, 744, 196, 3),
     },
+    # Masks, by Case.mask in common.py. Every tile shows some keys, and not all.
+    "bool": {64: Shape(64, 2, 128, 772, 132), 128: Shape(128, 2, 128, 952, 188)},
+    "grad": {64: Shape(64, 2, 128, 788, 132), 128: Shape(128, 2, 128, 900, 188)},
 }
+MASKS = ("bool", "grad")
 
 
 class Call(NamedTuple):
@@ -150,7 +154,7 @@ def overlap(card: Card = Card()) -> tuple[float, float]:  # noqa: B008, never ch
 def cycles_of_tile(shape: Shape, card: Card = Card()) -> float:  # noqa: B008
     of_tensor, of_exponential = overlap(card)
     # More instructions take more of the time that weights take.
-    plain = SHAPES.get(shape.dim, shape)
+    plain = SHAPES.get(shape.dim, shape)._replace(consumers=shape.consumers)
     weighing = shape.exponentials
     if shape.instructions > plain.instructions > 0:
         weighing = max(weighing, plain.exponentials * shape.issued / plain.issued)
@@ -231,8 +235,19 @@ def predictions(at_once: int | None = None) -> list[Prediction]:
 
 def of_plain(form: str, dim: int) -> float:
     """The part of the speed of the same call without an option that is left with it."""
-    call = Call(8, 2048 // dim, 2048, dim, True)
+    call = Call(8, 2048 // dim, 2048, dim, form not in MASKS)
     return seconds(call) / seconds(call, OPTIONS[form][dim])
+
+
+def of_cudnn(mask: str, dim: int) -> float:
+    """The part of the speed that cuDNN reached with a mask, in a file of results."""
+    ms = next(
+        r["ms"]["CUDNN"]
+        for r in json.loads((RESULTS / BEFORE).read_text())["speed"]
+        if (r["pass"], r["dtype"], r["mask"]) == ("forward", "bf16", mask) and r["head_dim"] == dim
+    )
+    call = Call(8, 2048 // dim, 2048, dim, False)
+    return ms / 1e3 / seconds(call, OPTIONS[mask][dim])
 
 
 if __name__ == "__main__":
@@ -243,3 +258,5 @@ if __name__ == "__main__":
         for dim in shapes:
             asked = OF_PLAIN[form, "forward"].get(dim, 0.0)
             print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")
+    for dim in OPTIONS["bool"]:
+        print(f"bool D{dim}: {of_cudnn('bool', dim):.2f} of cuDNN's speed, at least 1.00")

@@ -290,31 +290,31 @@ MUTATIONS = {
             (
                 "values are read before they have arrived",
                 "forward",
-                "        «wait(shared.values.full[before.stage], before.parity);»",
+                "          «wait(shared.values.full[before.stage], before.parity);»",
                 ";",
             ),
             (
                 "keys are read before they have arrived",
                 "forward",
-                "        «wait(shared.keys.full[stage.stage], stage.parity);»\n        wait_",
+                "    «wait(shared.keys.full[stage.stage], stage.parity);»\n    if const",
                 ";",
             ),
             (
                 "scores are read before they are there",
                 "forward",
-                "        «wait_for_products<1>(x[0]);»",
+                "          «wait_for_products<1>(x[0]);»",
                 ";",
             ),
             (
                 "the output is read before it is there",
                 "forward",
-                "        «wait_for_products<0>(output[0]);»\n        arrive_once",
+                "          «wait_for_products<0>(output[0]);»\n          arrive_once",
                 ";",
             ),
             (
                 "weights are packed while products read them",
                 "forward",
-                "        w.weigh(tile);\n        «keep_beside_products();»",
+                "          weigh(w, shown, consumer);\n          «keep_beside_products();»",
                 "pack_all<S>(weights, x[0]);",
             ),
             (
@@ -339,7 +339,7 @@ MUTATIONS = {
             (
                 "a turn is not passed on",
                 "forward",
-                "shared.value[before.stage]);\n        «pass_turn(consumer);»",
+                "shared.value[before.stage]);\n          «pass_turn(consumer);»",
                 ";",
             ),
             (
@@ -399,8 +399,80 @@ MUTATIONS = {
             (
                 "the cap is left out",
                 "row_tasks",
-                "softmax_of(const ForwardParams& p) { return {p, «terms_left(p)»}",
+                "return {p, is_left(p) ? «terms_left(p)» : 1};",
                 "static_cast<float>(p.scale)",
+            ),
+            (
+                "a mask is read before it has arrived",
+                "forward",
+                "    «wait_for_copies<0>();»\n    __syncwarp();  // all lanes have copied",
+                ";",
+            ),
+            (
+                "a mask is copied over one that is read",
+                "forward",
+                "    «__syncwarp();»  // all lanes have read the mask",
+                ";",
+            ),
+            (
+                "a mask is that of another tile",
+                "forward",
+                "in_mask[consumer][i]; }, «first_key + int64_t{tile} * kKeys»",
+                "first_key",
+            ),
+            (
+                "a mask is that of the first warpgroup's rows",
+                "forward",
+                "return shared.in_mask[«consumer»][i];",
+                "0",
+            ),
+            (
+                "tiles that the mask hides are computed",
+                "row_tasks",
+                "__ballot_sync(~0u, «(own & kShows) != 0»)",
+                "first + lane < work.tiles",
+            ),
+            (
+                "hidden keys before the first one shown are copied",
+                "row_tasks",
+                "static_cast<int>(«part.first»));",
+                "0",
+            ),
+            (
+                "hidden keys behind the last one shown are copied",
+                "row_tasks",
+                "smaller(«part.last», last - key)",
+                "kKeys",
+            ),
+            (
+                "of a task's rows the first ones say what the mask shows",
+                "row_tasks",
+                "row <= «last / kScoreTile»;",
+                "first / kScoreTile",
+            ),
+            (
+                "of a task's heads the first one says what the mask shows",
+                "row_tasks",
+                "head <= «work.last.head»;",
+                "work.first.head",
+            ),
+            (
+                "one row says what the mask shows",
+                "forward",
+                "(__syncthreads_or(«shows») ? kSomeVisible",
+                "threadIdx.x == 0 && shows",
+            ),
+            (
+                "a mask of numbers changes nothing",
+                "forward",
+                "(__syncthreads_or(«changes») ?",
+                "false",
+            ),
+            (
+                "what the producer says is read too late",
+                "forward",
+                "    «__syncwarp();»  // all lanes have read that it is the end",
+                ";",
             ),
             (
                 "a large cap gets the tanh of small ones",

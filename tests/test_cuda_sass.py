@@ -320,6 +320,8 @@ WAYS = {
     "": (("HGMMA",), SELDOM),
     "ALiBi": (("HGMMA", "FADD"), SELDOM),
     "cap": (("HGMMA", r"MUFU\.RCP"), SELDOM_BESIDE_A_CAP),
+    "boolean mask": (("HGMMA", r"LDS\.U16", "LDGSTS"), SELDOM),
+    "mask": (("HGMMA", "LDSM", "LDGSTS"), SELDOM),
 }
 
 
@@ -341,22 +343,47 @@ HOPPER_LIMITS = {
         "ForwardWgmma<BFloat16, 256, 2, 80, 2, false>", 21, 496, 224, 40, 196, 42
     ),
     "forward, 64, ALiBi": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, true>", 12, 544, 160, 16, 120, 68
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, Extra::terms>", 12, 544, 160, 16, 120, 68
     ),
     "forward, 64, cap": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, true>", 12, 816, 160, 16, 120, 130, 8
+        "ForwardWgmma<BFloat16, 64, 3, 128, 4, false, Extra::terms>", 12, 816, 160, 16, 120, 130, 8
     ),
     "forward, 128, ALiBi": HopperLimit(
-        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, true>", 16, 604, 224, 32, 168, 68, 16
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::terms>", 16, 604, 224, 32, 168, 68, 16
     ),
     "forward, 128, cap": HopperLimit(
-        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, true>", 16, 852, 224, 32, 168, 130, 16
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::terms>",
+        16,
+        852,
+        224,
+        32,
+        168,
+        130,
+        16,
     ),
     "forward, 256, ALiBi": HopperLimit(
-        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, true>", 21, 592, 224, 40, 196, 44, 4
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, Extra::terms>", 21, 592, 224, 40, 196, 44, 4
     ),
     "forward, 256, cap": HopperLimit(
-        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, true>", 21, 744, 224, 40, 196, 82, 4
+        "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, Extra::terms>", 21, 744, 224, 40, 196, 82, 4
+    ),
+    "forward, 64, a tile of a mask that changes nothing": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 584, 224, 16, 132
+    ),
+    "forward, 64, boolean mask": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 772, 224, 16, 132
+    ),
+    "forward, 64, mask": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 788, 224, 16, 132
+    ),
+    "forward, 128, a tile of a mask that changes nothing": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::mask>", 16, 696, 224, 32, 188
+    ),
+    "forward, 128, boolean mask": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::mask>", 16, 952, 224, 32, 188
+    ),
+    "forward, 128, mask": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::mask>", 16, 900, 224, 32, 188
     ),
 }
 
@@ -384,7 +411,8 @@ def test_instructions_of_a_tile_on_hopper(name: str) -> None:
     of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "LDGSTS") == limit.copies]
     copying = min(of_producer, key=len)
     assert len(copying) <= limit.copying
-    assert count(copying, "LDL|STL") == 0
+    in_memory = 5 if "Extra::mask" in limit.kernel else 0  # it looks for tiles that the mask shows
+    assert count(copying, "LDL|STL") <= in_memory
 
 
 class GradientLimit(NamedTuple):

@@ -35,23 +35,51 @@ def test_published() -> None:
         assert call.flop / model.seconds(call, shape) / 1e12 == pytest.approx(tflops, rel=0.05)
 
 
-LIMITS = {"": "", "alibi": ", ALiBi", "softcap": ", cap"}  # the ends of their names, by form
+# The ends of their names, by form.
+LIMITS = {
+    "": "",
+    "alibi": ", ALiBi",
+    "softcap": ", cap",
+    "bool": ", boolean mask",
+    "grad": ", mask",
+}
 
 
-@pytest.mark.parametrize("form", LIMITS)
-@pytest.mark.parametrize("dim", model.SHAPES)
-def test_counts(dim: int, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "dim"),
+    [("", dim) for dim in model.SHAPES]
+    + [(form, dim) for form, shapes in model.OPTIONS.items() for dim in shapes],
+)
+def test_counts(form: str, dim: int) -> None:
     limit = HOPPER_LIMITS[f"forward, {dim}{LIMITS[form]}"]
     shape = (model.OPTIONS[form] if form else model.SHAPES)[dim]
     assert limit.kernel.split("<")[1].startswith(
         f"BFloat16, {dim}, {shape.consumers}, {shape.keys}, "
     )
     assert (limit.instructions, limit.copying) == (shape.instructions, shape.copying)
-    # Weights of a thread, and what a tile takes beside them.
-    of_scores = shape.exponentials_of_score * shape.keys // 2
-    assert 2 <= limit.exponentials + (of_scores // 3 if form == "softcap" else 0) - of_scores <= 4
+    # Weights of a thread, and what a tile takes beside them. A cap has a reciprocal of each, too.
+    of_scores = (2 if form == "softcap" else 1) * shape.keys // 2
+    assert 2 <= limit.exponentials - of_scores <= 4
+    assert shape.exponentials_of_score == (3 if form == "softcap" else 1)
 
 
-@pytest.mark.parametrize(("form", "dim"), [(f, d) for f in model.OPTIONS for d in model.SHAPES])
+SLOW = pytest.mark.xfail(
+    strict=True, reason="with two consumers, weights take longer than products"
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "dim"),
+    [
+        pytest.param(form, dim, marks=SLOW if (form, dim) == ("bool", 64) else ())
+        for form, shapes in model.OPTIONS.items()
+        for dim in shapes
+    ],
+)
 def test_part_of_plain(form: str, dim: int) -> None:
     assert model.of_plain(form, dim) >= OF_PLAIN[form, "forward"].get(dim, 0.0)
+
+
+@pytest.mark.parametrize("dim", model.OPTIONS["bool"])
+def test_a_boolean_mask_is_as_fast_as_cudnn(dim: int) -> None:
+    assert model.of_cudnn("bool", dim) >= 1

@@ -86,9 +86,11 @@ def check_registers() -> tuple[int, int]:
         allowed = 256 if re.search("SimtId|merge_splitsId", name) else 0
         if re.search(r"(For|Back)wardMmaI\w+Li(64|128)E", name):
             allowed = 40 if "MmaGradientE4" in name else 24
-        if hopper := re.search(r"ForwardWgmmaI\w+?Li(\d+)E(?:Li\d+E)+Lb[01]ELb([01])E", name):
-            of_dim = {"640": 88, "641": 104, "1280": 0, "1281": 80, "2560": 24, "2561": 56}
-            allowed = of_dim["".join(hopper.groups())]
+        if hopper := re.search(r"ForwardWgmmaI\w+?Li(\d+)E\w+?5ExtraE([012])E", name):
+            none, terms, mask = {"64": (88, 104, 56), "128": (0, 80, 48), "256": (24, 56, 0)}[
+                hopper[1]
+            ]
+            allowed = (none, terms, mask)[int(hopper[2])]
         if hopper := re.search(r"Grad(?:Query|Key)WgmmaI\w+?Li(\d+)E(?:Li\d+E)+Lb([01])E", name):
             allowed = {"640": 0, "641": 224, "1280": 48, "1281": 88}["".join(hopper.groups())]
         assert max(map(int, numbers)) <= allowed, f"{name} needs local memory: {numbers} bytes"

@@ -210,8 +210,8 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
     }
     filling.finish();
   }
-  // Starts to copy `keys` keys, or their values, from `key` on, of which the first `hidden` ones count as 0. `cols`: the
-  // numbers of a row behind `data`.
+  // Starts to copy `keys` keys, or their values, from `key` on, of which the first `hidden` ones count as 0. `cols`:
+  // the numbers of a row behind `data`.
   template <bool kPaged, int kCols>
   __device__ __forceinline__ void start_keys(const PanelCopy<S, kKeys, kCols, kCopying>& copy,
                                              PanelTile<S, kKeys, kCols>& tile, const Task& task, const Operand& x,
