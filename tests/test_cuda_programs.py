@@ -409,12 +409,6 @@ MUTATIONS = {
                 ";",
             ),
             (
-                "a mask is copied over one that is read",
-                "forward",
-                "    «__syncwarp();»  // all lanes have read the mask",
-                ";",
-            ),
-            (
                 "a mask is that of another tile",
                 "forward",
                 "in_mask[consumer][i]; }, «first_key + int64_t{tile} * kKeys»",
@@ -425,12 +419,6 @@ MUTATIONS = {
                 "forward",
                 "return shared.in_mask[«consumer»][i];",
                 "0",
-            ),
-            (
-                "tiles that the mask hides are computed",
-                "row_tasks",
-                "__ballot_sync(~0u, «(own & kShows) != 0»)",
-                "first + lane < work.tiles",
             ),
             (
                 "hidden keys before the first one shown are copied",
