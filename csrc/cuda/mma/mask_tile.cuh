@@ -8,8 +8,8 @@ namespace attn::cuda {
 // A tile of [kRows, kKeys] numbers of a mask, which is boolean or of the type S. Each of four warps copies a quarter of
 // the rows. If the block owns rows, each warp copies the rows of its own scores, so that no warp waits for another.
 // kKeepsThread: whether values that are computed from the thread's number may stay in registers from one tile to the
-// next.
-template <class S, int kRows, int kKeys, bool kKeepsThread>
+// next. kOfGroup: whether the four warps are one of several warpgroups of a block.
+template <class S, int kRows, int kKeys, bool kKeepsThread, bool kOfGroup = false>
 struct MaskTile {
   static constexpr int kWarpRows = kRows / (kMmaThreads / 32);
   template <class Number>
@@ -25,7 +25,11 @@ struct MaskTile {
   alignas(128) unsigned char bytes[kRows * kKeys * 2];
 
   static __device__ __forceinline__ MmaThread this_thread() {
-    return MmaThread((kKeepsThread ? threadIdx.x : thread_index()) % kMmaThreads);
+    if constexpr (kOfGroup) return MmaThread(threadIdx.x % kMmaThreads);
+    if constexpr (kKeepsThread)
+      return MmaThread(threadIdx.x);
+    else
+      return MmaThread();
   }
 
   // Returns where a vector of a row of the mask is stored.

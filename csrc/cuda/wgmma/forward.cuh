@@ -20,7 +20,7 @@ struct ForwardTiles {
 // The same with a mask: of each consumer, the mask of a tile and where its rows begin.
 template <class S, int kConsumers, int kDim, int kKeys, int kStages>
 struct MaskedTiles : ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages> {
-  MaskTile<S, 64, kKeys, true> mask[kConsumers];
+  MaskTile<S, 64, kKeys, true, true> mask[kConsumers];
   const unsigned char* in_mask[kConsumers][64];
   ShownTile shown[kStages];
   // Whether ForwardTasks::is_left() with a boolean mask. With more columns, registers are too few for both ways.
@@ -253,10 +253,14 @@ struct LookAtMask {
       const int64_t first = batch_offset(p, p.mask, at.n) + at.head * p.mask.head + row * p.mask.row + key * p.mask.col;
       const auto* const vectors = reinterpret_cast<const Vec16<uint32_t>*>(static_cast<const M*>(p.mask.data) + first);
       const int64_t keys = p.mask.col == 0 ? 1 : smaller(kScoreTile, p.keys - key);
-      for (int64_t i = 0; i * int64_t{16 / sizeof(M)} < keys; ++i)
-        for (const uint32_t word : vectors[i].at) {
-          shows |= word != kHidden<S, M>;
-          changes |= sizeof(M) == 1 ? word != 0x01010101 : (word & 0x7fff7fff) != 0;
+      constexpr int kOfWord = 4 / sizeof(M);
+      for (int64_t i = 0; i * 4 * kOfWord < keys; ++i)
+        for (int w = 0; w < 4; ++w) {
+          const int64_t left = keys - (4 * i + w) * kOfWord;  // numbers, of which a word may have fewer than kOfWord
+          const uint32_t there = left >= kOfWord ? ~0u : left <= 0 ? 0 : (1u << 8 * sizeof(M) * left) - 1;
+          const uint32_t word = vectors[i].at[w];
+          shows |= ((word ^ kHidden<S, M>)&there) != 0;
+          changes |= ((sizeof(M) == 1 ? word ^ 0x01010101 : word & 0x7fff7fff) & there) != 0;
         }
     }
     const int effect = (__syncthreads_or(shows) ? kSomeVisible : 0) | (__syncthreads_or(changes) ? kSomeChanged : 0);
