@@ -433,34 +433,10 @@ MUTATIONS = {
                 "kKeys",
             ),
             (
-                "of a task's rows the first ones say what the mask shows",
-                "row_tasks",
-                "row <= «last / kScoreTile»;",
-                "first / kScoreTile",
-            ),
-            (
-                "of a task's heads the first one says what the mask shows",
-                "row_tasks",
-                "head <= «work.last.head»;",
-                "work.first.head",
-            ),
-            (
-                "one row says what the mask shows",
-                "forward",
-                "(__syncthreads_or(«shows») ? kSomeVisible",
-                "threadIdx.x == 0 && shows",
-            ),
-            (
                 "a mask of numbers changes nothing",
                 "forward",
                 "(__syncthreads_or(«changes») ?",
                 "false",
-            ),
-            (
-                "what the producer says is read too late",
-                "forward",
-                "    «__syncwarp();»  // all lanes have read that it is the end",
-                ";",
             ),
             (
                 "a large cap gets the tanh of small ones",
