@@ -49,8 +49,7 @@ class Shape(NamedTuple):
     # tests/test_cuda_sass.py.
     instructions: int = 0
     copying: int = 0
-    # Of a score: the weight, and of a cap another exponential and a reciprocal, which the same
-    # units compute.
+    # One for the weight. A cap takes another one and a reciprocal, which the same units compute.
     exponentials_of_score: int = 1
 
     @property

@@ -33,8 +33,7 @@ Error run_gradients_simt(const Params& p, Stream stream) {
   });
 }
 
-// Whether a kernel without tensor cores computes a gradient beside the kernels with tensor cores: that of a mask that
-// is summed over rows.
+// Whether the gradient of the mask is summed over rows. A kernel without tensor cores computes it, after the others.
 bool sums_simt(const BackwardParams& p) { return p.mask_is_shared && !sums_mask(p); }
 
 // Whether launch_delta_mma() can write `delta`. Its kernel loads 16 bytes at a time, so the rows of all inputs must

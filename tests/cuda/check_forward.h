@@ -176,7 +176,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   if (c.has_sinks) p.sinks = sinks.data();
   const int mask_stride = static_cast<int>(round_up(c.keys, 16));  // whole vectors
   Array<unsigned char> mask(c.mask_bytes * c.heads * c.queries * mask_stride);
-  // Of two that are beside each other, the second and the first. The last one may be padded with what hides nothing.
+  // Hides the second half of the first 128 keys and the first half of the third 128 keys. Kernels of all GPUs may not
+  // leave out a tile that the last key ends, because they look at what lies behind this key, too.
   const auto hides_tile = [&](int j) { return j / 64 == 1 || (j / 64 == 4 && c.keys >= 320); };
   const auto hides = [&](int h, int i, int j) {
     return c.mask_bytes && !c.mask_is_of_rows && ((i + j + h) % 5 == 1 || hides_tile(j));

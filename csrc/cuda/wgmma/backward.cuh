@@ -79,7 +79,7 @@ __device__ __forceinline__ Cap cap_beside_slopes(const Problem& p) {
 template <Cap kCap>
 constexpr bool kMayHaveSlopes = kCap != Cap::small;
 
-// The derivative of a cap, from SoftCap's argument: SoftCap::slope(), rounded once.
+// SoftCap::slope() in one instruction.
 __device__ __forceinline__ float cap_slope(float y) { return fmaf(-y, y, 1); }
 
 // --- dQ ---

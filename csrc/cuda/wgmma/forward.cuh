@@ -143,7 +143,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
     Tasks::write(work, output, own, w.best, w.sum);
   }
 
-  // Waits for the keys of the next tile, whose number replaces that of the last one; false if there is none.
+  // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
   __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
     if (!kMasked && ++shown.tile >= tiles) return false;
     wait(shared.keys.full[stage.stage], stage.parity);

@@ -73,7 +73,8 @@ struct RowSlopes {
       ahead[half] = static_cast<float>(row.position + task.sequence.offset - task.first_key - MmaThread().col(0));
     }
   }
-  // Of element i of fragment n, in a tile whose first key is `key`, counted from the task's first key.
+  // Returns the distance between the row and the key of element i of fragment n. `key` is the tile's first key, counted
+  // from the task's first key.
   __device__ __forceinline__ float distance(int n, int i, float key) const {
     return fabsf(ahead[i / 2] - key - static_cast<float>(8 * n + i % 2));
   }
