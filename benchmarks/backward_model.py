@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import decode_model
 from gpu import BACKWARD_OF_CUDNN, OF_PLAIN
-from hopper_model import BEFORE, RESULTS, Call, Card, lists_at_once, overlap
+from hopper_model import BEFORE, MASKS, RESULTS, Call, Card, lists_at_once, overlap
 
 CARD = Card()
 SYNC = 40.0  # cycles of a barrier, or of the end of products; assumed
@@ -64,23 +64,28 @@ class Pass(NamedTuple):
 
 
 PASSES = {
-    64: (Pass(64, 128, True, 109, 253, 148, 112), Pass(64, 96, False, 70, 232, 184, 300)),
-    128: (Pass(128, 96, True, 138, 198, 116, 140), Pass(128, 64, False, 96, 162, 130, 376)),
+    64: (Pass(64, 128, True, 72, 248, 186, 112), Pass(64, 96, False, 70, 232, 184, 300)),
+    128: (Pass(128, 96, True, 99, 194, 145, 140), Pass(128, 64, False, 96, 162, 130, 376)),
 }
 # With an option, by its form in gpu.py: (form of a limit, passes).
 OPTIONS = {
     "alibi": {
-        64: (Pass(64, 128, True, 112, 396, 152, 112), Pass(64, 96, False, 72, 374, 182, 304)),
-        128: (Pass(128, 96, True, 134, 308, 120, 140), Pass(128, 64, False, 96, 264, 130, 384)),
+        64: (Pass(64, 128, True, 74, 396, 191, 112), Pass(64, 96, False, 72, 374, 182, 304)),
+        128: (Pass(128, 96, True, 103, 308, 148, 140), Pass(128, 64, False, 96, 264, 130, 384)),
     },
     "learned alibi": {
-        64: (Pass(64, 128, True, 112, 396, 284, 112), Pass(64, 96, False, 72, 374, 182, 304)),
-        128: (Pass(128, 96, True, 134, 308, 216, 140), Pass(128, 64, False, 96, 264, 130, 384)),
+        64: (Pass(64, 128, True, 74, 396, 324, 112), Pass(64, 96, False, 72, 374, 182, 304)),
+        128: (Pass(128, 96, True, 103, 308, 244, 140), Pass(128, 64, False, 96, 264, 130, 384)),
     },
     "softcap": {
-        64: (Pass(64, 128, True, 112, 800, 152, 112, 3), Pass(64, 96, False, 72, 624, 182, 304, 3)),
-        128: (Pass(128, 96, True, 134, 560, 120, 140, 3),
+        64: (Pass(64, 128, True, 74, 800, 191, 112, 3), Pass(64, 96, False, 72, 624, 182, 304, 3)),
+        128: (Pass(128, 96, True, 103, 560, 148, 140, 3),
               Pass(128, 64, False, 96, 450, 130, 384, 3)),
+    },
+    # Masks, by Case.mask in common.py. Every tile shows some keys, and not all.
+    "bool": {
+        64: (Pass(64, 128, True, 159, 264, 322, 135), Pass(64, 64, False, 68, 300, 134, 358)),
+        128: (Pass(128, 64, True, 159, 147, 193, 148), Pass(128, 64, False, 92, 342, 136, 514)),
     },
 }  # fmt: skip
 
@@ -151,8 +156,8 @@ class Simulation:
                 self.products[me].pop(0)
                 self.ended[me] += 1
         computing = [me for me in range(CONSUMERS) if self.work[me]]
-        # The producer's share of the schedulers. One of its two halves has a warp on each.
-        producer = 2 * self.of.copy * self.tiles / max(1.0, self.tiles * self.of.tensor)
+        # The producer's share of the schedulers: each of its four warps is on another one.
+        producer = self.of.copy / self.of.tensor
         loads = [sum(self.work[me][i] for me in computing) for i in (1, 2)]  # type: ignore[index]
         slower = max(1.0, loads[0] / (1 - producer), loads[1])
         for me in computing:
@@ -252,8 +257,18 @@ def predictions() -> list[Prediction]:
 
 def of_plain(form: str, dim: int) -> float:
     """The part of the speed of the same call without an option that is left with it."""
-    call = Call(8, 2048 // dim, 2048, dim, True)
+    call = Call(8, 2048 // dim, 2048, dim, form not in MASKS)
     return seconds(call) / seconds(call, form)
+
+
+def of_cudnn(mask: str, dim: int) -> float:
+    """The part of the speed that cuDNN reached with a mask, in a file of results."""
+    ms = next(
+        r["ms"]["CUDNN"]
+        for r in json.loads((RESULTS / BEFORE).read_text())["speed"]
+        if (r["pass"], r["dtype"], r["mask"]) == ("backward", "bf16", mask) and r["head_dim"] == dim
+    )
+    return ms / 1e3 / seconds(Call(8, 2048 // dim, 2048, dim, False), mask)
 
 
 if __name__ == "__main__":
@@ -269,3 +284,5 @@ if __name__ == "__main__":
         for dim in passes_of_form:
             asked = OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)
             print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")
+    for dim in OPTIONS["bool"]:
+        print(f"bool D{dim}: {of_cudnn('bool', dim):.2f} of cuDNN's speed, at least 1.00")

@@ -340,6 +340,7 @@ OF_PLAIN = {
     ("softcap", "backward"): {64: 0.80, 128: 0.80},
     # Not asked of a row: the same call without a mask is another row.
     ("bool", "forward"): {64: 0.80, 128: 0.80},
+    ("bool", "backward"): {64: 0.80, 128: 0.80},
     ("grad", "forward"): {},
 }
 

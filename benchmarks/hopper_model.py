@@ -96,8 +96,8 @@ OPTIONS = {
         256: Shape(256, 2, 80, 744, 196, 3),
     },
     # Masks, by Case.mask in common.py. Every tile shows some keys, and not all.
-    "bool": {64: Shape(64, 2, 128, 772, 132), 128: Shape(128, 2, 128, 952, 188)},
-    "grad": {64: Shape(64, 2, 128, 788, 132), 128: Shape(128, 2, 128, 900, 188)},
+    "bool": {64: Shape(64, 2, 128, 772, 134), 128: Shape(128, 2, 128, 952, 188)},
+    "grad": {64: Shape(64, 2, 128, 788, 134), 128: Shape(128, 2, 128, 900, 188)},
 }
 MASKS = ("bool", "grad")
 

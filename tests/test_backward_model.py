@@ -20,7 +20,13 @@ def test_prediction(prediction: model.Prediction) -> None:
     assert prediction.cudnn / prediction.ms >= prediction.floor
 
 
-LIMITS = {"": "", "alibi": ", ALiBi", "learned alibi": ", ALiBi", "softcap": ", cap"}
+LIMITS = {
+    "": "",
+    "alibi": ", ALiBi",
+    "learned alibi": ", ALiBi",
+    "softcap": ", cap",
+    "bool": ", boolean mask",
+}
 
 
 @pytest.mark.parametrize("form", LIMITS)
@@ -51,7 +57,7 @@ TWICE = "each of the two passes computes the cap: 2 x 3 exponentials and recipro
 @pytest.mark.parametrize(
     ("form", "dim"),
     [
-        *((form, dim) for form in ("alibi", "learned alibi") for dim in model.PASSES),
+        *((form, dim) for form in ("alibi", "learned alibi", "bool") for dim in model.PASSES),
         *(
             pytest.param("softcap", dim, marks=pytest.mark.xfail(strict=True, reason=TWICE))
             for dim in model.PASSES
@@ -60,6 +66,11 @@ TWICE = "each of the two passes computes the cap: 2 x 3 exponentials and recipro
 )
 def test_part_of_plain(form: str, dim: int) -> None:
     assert model.of_plain(form, dim) >= OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)
+
+
+@pytest.mark.parametrize("dim", model.OPTIONS["bool"])
+def test_a_boolean_mask_is_as_fast_as_cudnn(dim: int) -> None:
+    assert model.of_cudnn("bool", dim) >= 1
 
 
 @pytest.mark.parametrize("of", [of for passes in model.PASSES.values() for of in passes])

@@ -91,6 +91,8 @@ def in_order(kernel: Kernel) -> tuple[list[int], set[tuple[int, int]]]:
 SELDOM = r"MUFU\.RCP|I2F|.*\b0x7f80\b"
 # The same, but for a cap that is small: see Tanh in csrc/cuda/mma/scores.cuh.
 SELDOM_BESIDE_A_CAP = r"MUFU\.TANH|I2F|.*\b0x7f80\b"
+# And where there is a mask, but no ALiBi: distances are absolute values.
+SELDOM_BESIDE_A_MASK = rf"{SELDOM}|.*\|R\d+\|"
 
 
 def passes(
@@ -320,8 +322,9 @@ WAYS = {
     "": (("HGMMA",), SELDOM),
     "ALiBi": (("HGMMA", "FADD"), SELDOM),
     "cap": (("HGMMA", r"MUFU\.RCP"), SELDOM_BESIDE_A_CAP),
-    "boolean mask": (("HGMMA", r"LDS\.U16", "LDGSTS"), SELDOM),
+    "boolean mask": (("HGMMA", r"LDS\.U(16|8)", "LDGSTS"), SELDOM_BESIDE_A_MASK),
     "mask": (("HGMMA", "LDSM", "LDGSTS"), SELDOM),
+    "mask of numbers": (("HGMMA", "LDSM", "LDGSTS", "FSETP"), SELDOM_BESIDE_A_MASK),
 }
 
 
@@ -368,13 +371,13 @@ HOPPER_LIMITS = {
         "ForwardWgmma<BFloat16, 256, 2, 80, 2, false, Extra::terms>", 21, 744, 224, 40, 196, 82, 4
     ),
     "forward, 64, a tile of a mask that changes nothing": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 584, 224, 16, 132
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 584, 224, 16, 134
     ),
     "forward, 64, boolean mask": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 772, 224, 16, 132
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 772, 224, 16, 134
     ),
     "forward, 64, mask": HopperLimit(
-        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 788, 224, 16, 132
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::mask>", 12, 788, 224, 16, 134
     ),
     "forward, 128, a tile of a mask that changes nothing": HopperLimit(
         "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::mask>", 16, 696, 224, 32, 188
@@ -434,10 +437,10 @@ class GradientLimit(NamedTuple):
 
 GRADIENT_LIMITS = {
     "grad_query, 64": GradientLimit(
-        "GradQueryWgmma<BFloat16, 64, 128, 4>", 16, 109, 253, 148, 64, 224, 16, 112
+        "GradQueryWgmma<BFloat16, 64, 128, 4>", 16, 72, 248, 186, 64, 224, 16, 112
     ),
     "grad_query, 128": GradientLimit(
-        "GradQueryWgmma<BFloat16, 128, 96, 2>", 22, 138, 198, 116, 48, 224, 24, 140
+        "GradQueryWgmma<BFloat16, 128, 96, 2>", 22, 99, 194, 145, 48, 224, 24, 140
     ),
     "grad_key and grad_value, 64": GradientLimit(
         "GradKeyWgmma<BFloat16, 64, 96, 4>", 20, 70, 232, 184, 48, 224, 12, 300
@@ -446,28 +449,178 @@ GRADIENT_LIMITS = {
         "GradKeyWgmma<BFloat16, 128, 64, 2>", 24, 96, 162, 130, 32, 232, 16, 376, (16, 0)
     ),
     "grad_query, 64, ALiBi": GradientLimit(
-        "GradQueryWgmma<BFloat16, 64, 128, 4, true>", 16, 112, 396, 284, 64, 224, 16, 112, (0, 12)
+        "GradQueryWgmma<BFloat16, 64, 128, 4, Extra::terms>",
+        16,
+        74,
+        396,
+        324,
+        64,
+        224,
+        16,
+        112,
+        (0, 12),
     ),
     "grad_query, 64, cap": GradientLimit(
-        "GradQueryWgmma<BFloat16, 64, 128, 4, true>", 16, 112, 800, 152, 128, 224, 16, 112, (0, 80)
+        "GradQueryWgmma<BFloat16, 64, 128, 4, Extra::terms>",
+        16,
+        74,
+        800,
+        191,
+        128,
+        224,
+        16,
+        112,
+        (0, 80),
     ),
     "grad_query, 128, ALiBi": GradientLimit(
-        "GradQueryWgmma<BFloat16, 128, 96, 2, true>", 22, 134, 308, 216, 48, 224, 24, 140, (0, 4)
+        "GradQueryWgmma<BFloat16, 128, 96, 2, Extra::terms>",
+        22,
+        103,
+        308,
+        244,
+        48,
+        224,
+        24,
+        140,
+        (0, 4),
     ),
     "grad_query, 128, cap": GradientLimit(
-        "GradQueryWgmma<BFloat16, 128, 96, 2, true>", 22, 134, 560, 120, 96, 224, 24, 140, (0, 4)
+        "GradQueryWgmma<BFloat16, 128, 96, 2, Extra::terms>",
+        22,
+        103,
+        560,
+        148,
+        96,
+        224,
+        24,
+        140,
+        (0, 4),
     ),
     "grad_key and grad_value, 64, ALiBi": GradientLimit(
-        "GradKeyWgmma<BFloat16, 64, 96, 4, true>", 20, 72, 374, 182, 48, 224, 12, 304, (0, 8)
+        "GradKeyWgmma<BFloat16, 64, 96, 4, Extra::terms>",
+        20,
+        72,
+        374,
+        182,
+        48,
+        224,
+        12,
+        304,
+        (0, 8),
     ),
     "grad_key and grad_value, 64, cap": GradientLimit(
-        "GradKeyWgmma<BFloat16, 64, 96, 4, true>", 20, 72, 624, 182, 96, 224, 12, 304, (0, 8)
+        "GradKeyWgmma<BFloat16, 64, 96, 4, Extra::terms>",
+        20,
+        72,
+        624,
+        182,
+        96,
+        224,
+        12,
+        304,
+        (0, 8),
     ),
     "grad_key and grad_value, 128, ALiBi": GradientLimit(
-        "GradKeyWgmma<BFloat16, 128, 64, 2, true>", 24, 96, 264, 130, 32, 232, 16, 384, (16, 4)
+        "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::terms>",
+        24,
+        96,
+        264,
+        130,
+        32,
+        232,
+        16,
+        384,
+        (16, 4),
     ),
     "grad_key and grad_value, 128, cap": GradientLimit(
-        "GradKeyWgmma<BFloat16, 128, 64, 2, true>", 24, 96, 450, 130, 64, 232, 16, 384, (16, 16)
+        "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::terms>",
+        24,
+        96,
+        450,
+        130,
+        64,
+        232,
+        16,
+        384,
+        (16, 16),
+    ),
+    "grad_query, 64, boolean mask": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 128, 4, Extra::mask>",
+        16,
+        159,
+        264,
+        322,
+        64,
+        224,
+        16,
+        135,
+        (3, 0),
+    ),
+    "grad_query, 64, mask of numbers": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 128, 4, Extra::mask>",
+        16,
+        159,
+        617,
+        322,
+        64,
+        224,
+        16,
+        135,
+        (3, 0),
+    ),
+    "grad_query, 128, boolean mask": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 64, 2, Extra::mask>",
+        20,
+        159,
+        147,
+        193,
+        32,
+        224,
+        16,
+        148,
+        (14, 0),
+    ),
+    "grad_query, 128, mask of numbers": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 64, 2, Extra::mask>",
+        20,
+        159,
+        331,
+        175,
+        32,
+        224,
+        16,
+        148,
+        (14, 0),
+    ),
+    "grad_key and grad_value, 64, boolean mask": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 64, 4, Extra::mask>", 16, 68, 300, 134, 32, 224, 8, 358, (13, 0)
+    ),
+    "grad_key and grad_value, 64, mask of numbers": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 64, 4, Extra::mask>", 16, 68, 338, 198, 32, 224, 8, 484, (13, 0)
+    ),
+    "grad_key and grad_value, 128, boolean mask": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::mask>",
+        24,
+        92,
+        342,
+        136,
+        32,
+        232,
+        16,
+        514,
+        (29, 40),
+    ),
+    "grad_key and grad_value, 128, mask of numbers": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::mask>",
+        24,
+        92,
+        350,
+        200,
+        32,
+        232,
+        16,
+        641,
+        (29, 7),
     ),
 }
 
@@ -491,14 +644,19 @@ def test_instructions_of_a_tile_of_gradients_on_hopper(name: str) -> None:
     # Beside dP, or at least beside the sum that is under way in a block of rows.
     assert count(path, r"MUFU\.EX2") == limit.exponentials
     assert count(parts[1], r"MUFU\.EX2") >= limit.exponentials - 2
-    # The producer's loop over tiles, which has another one of four copies if rows are anywhere.
+    # The producer's loop over tiles, which has another one of four copies if rows are anywhere. In
+    # a block of keys a third one copies 32 rows of a mask.
     of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "HGMMA") == 0]
-    copying = [x for x in of_producer if count(x, "LDGSTS") == limit.copies]
-    whole = len(copying[0]) if copying else 0
-    if not copying:
-        few = sorted((x for x in of_producer if count(x, "LDGSTS") == 4), key=len)
+    few = sorted((x for x in of_producer if count(x, "LDGSTS") == 4), key=len)
+    if limit.kernel.startswith("GradQuery"):
+        copying = [x for x in of_producer if count(x, "LDGSTS") == limit.copies]
+        whole = len(copying[0])
+    else:
         copying = few[-2:]
         whole = len(few[-1]) + (limit.copies // 4 - 1) * len(few[1])
+        if "Extra::mask" in limit.kernel:
+            of_mask = 8 if name.endswith("boolean mask") else 16
+            whole += min(len(x) for x in of_producer if count(x, "LDGSTS") == of_mask)
     assert whole <= limit.copying
     assert max(count(x, "LDL|STL") for x in copying) <= limit.in_memory[0]
 

@@ -114,6 +114,14 @@ Tensor allocate_rows(const Problem& p, const Tensor& query, void*& data, int64_t
   return rows;
 }
 
+// Allocates a byte for each tile of the mask, if there is one, for p.mask_tiles.
+Tensor allocate_mask_tiles(Problem& p, const Tensor& query) {
+  if (!p.has_mask) return {};
+  Tensor tiles = at::empty({set_mask_tiles(p)}, query.options().dtype(at::kByte));
+  p.mask_tiles.data = tiles.mutable_data_ptr();
+  return tiles;
+}
+
 Tensor allocate_counters(int64_t count, const Tensor& query) {
   return at::empty({count}, query.options().dtype(at::kInt));
 }
@@ -121,11 +129,7 @@ Tensor allocate_counters(int64_t count, const Tensor& query) {
 void run_forward(ForwardParams& p, const Tensor& query) {
   const OnDeviceOf device(query);
   const auto inputs = put_inputs_in_vectors(p, query);
-  Tensor mask_tiles;
-  if (p.has_mask && uses_forward_wgmma(p, device)) {
-    mask_tiles = at::empty({set_mask_tiles(p)}, query.options().dtype(at::kByte));
-    p.mask_tiles.data = mask_tiles.mutable_data_ptr();
-  }
+  const Tensor mask_tiles = uses_forward_wgmma(p, device) ? allocate_mask_tiles(p, query) : Tensor();
   plan_forward(p, device);
   const auto partial = allocate_splits(p, query);
   Tensor counters;
@@ -142,7 +146,9 @@ void run_backward(BackwardParams& p, const Tensor& query) {
   const Tensor grad_output = put_in_vectors(p, p.grad_output, p.heads, rows_of_head(p), p.value_dim, query);
   const Tensor delta = allocate_rows(p, query, p.delta, p.grad_logsumexp ? 2 : 1);
   plan_backward(p, device);
-  const Tensor counter = uses_backward_wgmma(p, device) ? allocate_counters(1, query) : Tensor();
+  const bool on_hopper = uses_backward_wgmma(p, device);
+  const Tensor mask_tiles = on_hopper ? allocate_mask_tiles(p, query) : Tensor();
+  const Tensor counter = on_hopper ? allocate_counters(1, query) : Tensor();
   check(launch_backward(p, counter.defined() ? counter.mutable_data_ptr<int>() : nullptr, device));
 }
 

@@ -28,6 +28,17 @@ constexpr bool is_general(const Problem& p) {
 // Says whether the kernels with tensor cores compute the gradient of a mask that several heads or batch entries share.
 // These kernels do not sum a gradient over rows.
 constexpr bool sums_mask(const BackwardParams& p) { return p.mask_is_shared && p.grad_mask.row != 0; }
+// Soft caps up to 64 have a faster tanh (Tanh).
+enum class Cap { none, small, large };
+ATTN_INLINE constexpr Cap cap_of(const Problem& p) {
+  return p.softcap == 0 ? Cap::none : p.softcap <= 64 ? Cap::small : Cap::large;
+}
+// How the gradients on Hopper turn products into weights: without a cap, with a small cap and no ALiBi, or with
+// anything.
+ATTN_INLINE constexpr Cap cap_beside_slopes(const Problem& p) {
+  const Cap cap = cap_of(p);
+  return cap == Cap::small && p.alibi_slopes ? Cap::large : cap;
+}
 // The number of tiles of 16 rows per warp: as many as the warp's registers hold.
 constexpr int forward_mma_tiles(int64_t dim) { return dim <= 128 ? 2 : 1; }
 // The number of rows of a block, which has four warps.

@@ -68,6 +68,12 @@ __global__ void write_sequences(const __grid_constant__ PackedSequences s) {
   if (i < s.batch) s.write(i);
 }
 
+// The same problem, of which only the gradient of the mask is asked for.
+BackwardParams without_others(BackwardParams p) {
+  p.grad_query.data = p.grad_key.data = p.grad_value.data = p.grad_slopes = nullptr;
+  return p;
+}
+
 // Launches the kernels with tensor cores, and then a kernel without them if sums_simt().
 Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
   const Stream stream = gpu.stream;
@@ -76,15 +82,19 @@ Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
       return error;
 #ifdef ATTN_SM90A
     if constexpr (kDim <= kBackwardWgmmaDim)
-      if (uses_backward_wgmma(p, gpu)) return launch_backward_wgmma<S, kDim>(p, counter, gpu);
+      if (uses_backward_wgmma(p, gpu)) {
+        Error error = launch_backward_wgmma<S, kDim>(p, counter, gpu);
+        if (error || !p.grad_mask.data || sums_simt(p)) return error;
+        BackwardParams only_mask = without_others(p);
+        only_mask.mask_is_shared = true;  // perhaps by one head alone
+        return launch_backward_mma<S, kDim>(only_mask, stream);
+      }
 #endif
     return launch_backward_mma<S, kDim>(p, stream);
   };
   if (Error error = with_mma(p, run)) return error;
   if (!sums_simt(p)) return nullptr;
-  BackwardParams only_sums = p;
-  only_sums.grad_query.data = only_sums.grad_key.data = only_sums.grad_value.data = only_sums.grad_slopes = nullptr;
-  return launch_gradients_simt<float>(only_sums, stream);
+  return launch_gradients_simt<float>(without_others(p), stream);
 }
 
 }  // namespace
@@ -137,18 +147,24 @@ static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
          !is_8_bit(p.key) && !reads_numbers(p) && (p.invariant || p.rows() > kFewRows);
 }
 
-// Slopes that need a gradient need an output that is more exact than weights of 16 bits give. A mask of larger heads,
-// pages or packed sequences takes the kernels of all GPUs, and therefore within Problem::invariant every mask does.
-bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
-  const bool takes_mask =
+// A mask of larger heads, pages or packed sequences takes the kernels of all GPUs, and therefore within
+// Problem::invariant every mask does.
+static bool takes_mask(const Problem& p) {
+  const bool fits =
       larger(p.head_dim, p.value_dim) <= kMaskedWgmmaDim && !p.invariant && !p.paging.table && p.sequences == 0;
-  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant)) && (!p.has_mask || takes_mask);
+  return !p.has_mask || fits;
 }
 
-// Larger heads, keys and values that different numbers of heads share, and slopes that need a gradient beside a cap
-// take the kernels of all GPUs.
+// Slopes that need a gradient need an output that is more exact than weights of 16 bits give.
+bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
+  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant)) && takes_mask(p);
+}
+
+// Larger heads, keys and values that different numbers of heads share, slopes that need a gradient beside a cap, and a
+// mask beside a cap that is large or has slopes beside it take the kernels of all GPUs.
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
-  return uses_wgmma(p, gpu) && !p.has_mask && !(p.grad_slopes && p.softcap > 0) &&
+  const bool takes_cap = !(p.grad_slopes && p.softcap > 0) && !(p.has_mask && cap_beside_slopes(p) == Cap::large);
+  return uses_wgmma(p, gpu) && takes_mask(p) && takes_cap &&
          larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
 }
 

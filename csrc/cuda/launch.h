@@ -55,8 +55,8 @@ ATTN_INLINE constexpr bool in_vectors(const Problem& p, const Operand& x, int64_
 // Every plan_*() and launch_*() takes a complete Problem: its sizes, `group` and `span` are set, and its operands are
 // on the current device. Launches return before the kernels have run, and allocate nothing.
 
-// If a call has a mask and uses_forward_wgmma(), the caller has allocated mask_tiles (set_mask_tiles()), which
-// launch_forward() writes.
+// If a call has a mask and uses_forward_wgmma() or uses_backward_wgmma(), the caller has allocated mask_tiles
+// (set_mask_tiles()), which the launch writes.
 // Sets rows_per_task, splits, keys_per_split, order and counter_count. If splits > 1, the caller then allocates
 // partial_output and partial_logsumexp. It also allocates counter_count counters, which launch_forward() sets to 0.
 void plan_forward(ForwardParams& p, const Gpu& gpu);

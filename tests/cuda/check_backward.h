@@ -14,10 +14,10 @@ constexpr int kHeads = 4;
 // All gradients that are asked for; `delta` is there.
 using Kernel = Error (*)(const BackwardParams& p, Stream stream);
 
-// What a kernel takes. rows_of_tile: a tile of rows of which none sees a key is not read.
+// What a kernel takes. rows_of_tile, rows_under_mask: a tile of rows of which none sees a key is not read.
 struct Takes {
-  int rows_of_tile = kScoreTile;
-  bool options = true;  // a mask, dropout, other numbers of key heads than of value heads
+  int rows_of_tile = kScoreTile, rows_under_mask = kScoreTile;
+  bool options = true;  // dropout, other numbers of key heads than of value heads, the gradient of a mask
 };
 
 struct Case {
@@ -31,9 +31,11 @@ struct Case {
   bool far = false;                                    // scores are so far below 0 that exp(0 - logsumexp) is infinite
   double softcap = 0;
   bool alibi = false;
+  bool boolean = false;  // the mask
+  bool tiles = false;    // the mask hides some tiles and changes nothing in others
 
   // Whether the mask hides the key from all queries.
-  bool hides(int j) const { return mask && !shared && j >= 64; }
+  bool hides(int j) const { return mask && !shared && !tiles && j >= 64; }
   bool sees(int i, int j) const {
     const int ahead = j - i - offset;
     return (!causal || ahead <= 0) && (left < 0 || ahead >= -left) && (right < 0 || ahead <= right) &&
@@ -59,6 +61,7 @@ inline Philox philox(Philox counter, std::array<uint32_t, 2> key) {
 inline float draw(std::mt19937& random) { return static_cast<float>(static_cast<int>(random() % 31) - 15) / 8; }
 
 inline void store(float* to, float x) { *to = x; }
+inline void store(bool* to, float x) { *to = !std::isinf(x); }  // a number of a mask
 inline void store(BFloat16* to, float x) { to->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16); }
 inline void store(Half* to, float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -83,7 +86,7 @@ struct Matrices {
   Matrices(int heads, int rows, int cols, bool transposed = false)
       : rows(rows),
         cols(cols),
-        width(static_cast<int>(round_up(cols, kVector))),
+        width(static_cast<int>(round_up(cols, sizeof(S) == 1 ? 2 * kVector : kVector))),
         transposed(transposed),
         array(int64_t{heads} * rows * width) {}
   int64_t at(int h, int i, int d) const {
@@ -141,6 +144,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   Matrices<float> grad_query(kHeads, queries, c.head_dim, c.transposed),
       grad_key(c.key_heads, keys, c.head_dim, c.transposed), grad_value(c.value_heads, keys, c.value_dim, c.transposed),
       grad_mask(kHeads, queries, keys, c.transposed);
+  Matrices<bool> booleans(kHeads, queries, keys);
   Array<float> grad_slopes(kHeads * queries);
   std::vector<float> bias(static_cast<size_t>(mask.array.size()));
   const auto at_mask = [&](int h, int i, int j) { return mask.at(c.shared ? 0 : h, i, j); };
@@ -150,8 +154,11 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
       for (int j = 0; j < keys; ++j) {
         // Keys that no query sees, some that it does not, and a row without any key.
         const bool hidden = c.hides(j) || at_mask(h, i, j) % 7 == 3 || (h == 1 && i == queries / 2);
-        bias_of(h, i, j) = hidden ? -INFINITY : draw(random);
+        const int tile = c.tiles ? (i / 64 + j / 64 + (c.shared ? 0 : h)) % 3 : 2;
+        const bool hides = tile == 0 || (tile == 2 && hidden);
+        bias_of(h, i, j) = hides ? -INFINITY : tile == 1 || c.boolean ? 0 : draw(random);
         store(&mask.array[at_mask(h, i, j)], bias_of(h, i, j));
+        store(&booleans.array[booleans.at(c.shared ? 0 : h, i, j)], bias_of(h, i, j));
       }
   // Nothing comes of keys that no query sees.
   for (auto* x : {&key, &value})
@@ -174,7 +181,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   for (int row = rows_end; row < rows; ++row)
     for (int h = row / queries; h < kHeads; h += group) {
       store_nan(&query.array[query.at(h, row % queries, 0)]);
-      if (row >= round_up(rows_end, takes.rows_of_tile))
+      if (row >= round_up(rows_end, c.mask ? takes.rows_under_mask : takes.rows_of_tile))
         store_nan(&grad_output.array[grad_output.at(h, row % queries, 0)]);
     }
   Array<float> logsumexp(2 * kHeads * queries), delta(kHeads * queries);
@@ -217,11 +224,12 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   p.key = key.operand(dtype);
   p.value = value.operand(dtype);
   p.grad_output = grad_output.operand(dtype);
-  p.mask = mask.operand(dtype);
+  p.mask = c.boolean ? booleans.operand(DType::boolean) : mask.operand(dtype);
   p.grad_query = grad_query.operand(DType::f32);
   p.grad_key = grad_key.operand(DType::f32);
   p.grad_value = grad_value.operand(DType::f32);
-  if (c.mask) p.grad_mask = grad_mask.operand(DType::f32);
+  const bool of_mask = c.mask && takes.options;
+  if (of_mask) p.grad_mask = grad_mask.operand(DType::f32);
   if (c.shared) p.mask.head = p.grad_mask.head = 0;
   p.mask_is_shared = c.shared;
   p.mask_slices = c.shared ? 1 : kHeads;
@@ -292,7 +300,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   compare("grad_query", grad_query.array, to_query);
   compare("grad_key", grad_key.array, to_key);
   compare("grad_value", grad_value.array, to_value);
-  if (c.mask) compare("grad_mask", grad_mask.array, to_mask);
+  if (of_mask) compare("grad_mask", grad_mask.array, to_mask);
   if (learned) compare("grad_slopes", grad_slopes, to_slopes);
 }
 
@@ -420,9 +428,48 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest, const T
        .mask = true,
        .dropout = true,
        .shared = true},
+      {.name = "a mask that hides tiles, grouped",
+       .queries = 170,
+       .keys = 400,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 2,
+       .mask = true,
+       .left = 300,
+       .tiles = true},
+      {.name = "a boolean mask that hides tiles, causal",
+       .queries = 300,
+       .keys = 300,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .causal = true,
+       .mask = true,
+       .boolean = true,
+       .tiles = true},
+      {.name = "a boolean mask of all heads, a cap",
+       .queries = 130,
+       .keys = 150,
+       .head_dim = kOdd,
+       .value_dim = kDim,
+       .key_heads = 2,
+       .value_heads = 2,
+       .mask = true,
+       .shared = true,
+       .softcap = 1.5,
+       .boolean = true,
+       .tiles = true},
+      {.name = "a mask and ALiBi",
+       .queries = 130,
+       .keys = 150,
+       .head_dim = kDim,
+       .value_dim = kDim,
+       .mask = true,
+       .alibi = true,
+       .tiles = true},
   };
   for (const Case& c : cases)
-    if (takes.options || (!c.mask && !c.dropout && c.key_heads == c.value_heads))
+    if (takes.options || (!c.dropout && c.key_heads == c.value_heads))
       check<S>(c, kernel, dtype, unit, smallest, takes);
 }
 

@@ -81,6 +81,30 @@ struct MaskTile {
     }
   }
 
+  // The same for kTiles tiles of neighbouring keys, by kThreads threads: of each warp, a lane finds where a row begins,
+  // at number from(i) of the mask. Called by whole warps.
+  template <class Number, int kThreads, int kTiles, class From>
+  static __device__ __forceinline__ void copy_row_by_row(MaskTile (&to)[kTiles], const Problem& p, From from,
+                                                         int64_t key) {
+    constexpr int kOfRow = kTiles * kVectors<Number>, kAtOnce = 32 / kOfRow;  // vectors of a row, rows of a step
+    static_assert(kRows % 32 == 0 && kOfRow <= 32);
+    const int lane = thread_index() % 32, vector = lane % kOfRow;
+    const int64_t first = key + vector * kNumbers<Number>;
+    const bool there = first < p.keys;
+    const auto* const numbers = static_cast<const Number*>(p.mask.data) + first * p.mask.col;
+#pragma unroll 1
+    for (int row = thread_index() % kThreads / 32 * 32; row < kRows; row += kThreads) {
+      const int64_t mine = from(row + lane);
+#pragma unroll
+      for (int i = 0; i < 32; i += kAtOnce) {
+        const int of_step = i + lane / kOfRow;
+        const int64_t at = __shfl_sync(~0u, mine, of_step);
+        MaskTile& tile = to[vector / kVectors<Number>];
+        copy_async(tile.bytes + offset<Number>(row + of_step, vector % kVectors<Number>), numbers + at, there);
+      }
+    }
+  }
+
   // Whether the mask in a lane's share shows some key to some row.
   template <class Number>
   __device__ __forceinline__ bool shows_some() {
@@ -141,6 +165,11 @@ struct MaskTile {
   // Reads the mask of the scores of a warp that owns 16 keys.
   template <class Number>
   __device__ __forceinline__ void read_transposed(uint32_t (&mask)[kRows / 8][2]) {
+    each_transposed<Number>([&](int n, int half, uint32_t two) { mask[n][half] = two; });
+  }
+  // Calls f(fragment n, half, the numbers of two neighbouring rows) for all of them.
+  template <class Number, class F>
+  __device__ __forceinline__ void each_transposed(F f) {
     static_assert(kKeys == 64);
     const MmaThread thread = this_thread();
     if constexpr (sizeof(Number) == 1) {
@@ -152,7 +181,7 @@ struct MaskTile {
           // Rows 8 n + 2 `place` and 8 n + 2 `place` + 1 are both in the piece of 128 bytes with index 4 n + `place`.
           // If n is odd, the permutation of the piece swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
-          mask[n][half] = of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8;
+          f(n, half, of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8);
         }
     } else {
       const int lane = thread.lane;
@@ -163,7 +192,7 @@ struct MaskTile {
         uint32_t four[4];
         load_matrices_transposed(four, of_first + n * 1024);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mask[n + i / 2][i % 2] = four[i];
+        for (int i = 0; i < 4; ++i) f(n + i / 2, i % 2, four[i]);
       }
     }
   }

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/kernels.h"
 #include "cuda/mma/mma.cuh"
 #include "cuda/shared/softmax.cuh"
 
@@ -16,11 +17,6 @@ __device__ __forceinline__ float tanh_of_exponent(float x) {
 }
 // A cap multiplies this error. The caps of models are 20 to 50. With these, the error changes a score by at most
 // 2^-15, which is far less than the rounding of weights to 16 bits. Larger caps get tanhf().
-enum class Cap { none, small, large };
-__device__ __forceinline__ Cap cap_of(const Problem& p) {
-  constexpr double kSmall = 64;
-  return p.softcap == 0 ? Cap::none : p.softcap <= kSmall ? Cap::small : Cap::large;
-}
 // Turns a product into SoftCap's argument, tanh(scaled product / cap); changes nothing without a cap.
 template <Cap kCap>
 struct Tanh {

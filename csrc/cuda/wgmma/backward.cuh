@@ -17,8 +17,9 @@
 namespace attn::cuda {
 
 // Blocks of 128 rows sum dQ over tiles of so many keys. Blocks of 128 keys sum dK and dV over tiles of so many rows.
-constexpr int backward_wgmma_keys(int dim) { return dim <= 64 ? 128 : 96; }
-constexpr int backward_wgmma_rows(int dim) { return dim <= 64 ? 96 : 64; }
+// With a mask, tiles begin where a tile of the mask does.
+constexpr int backward_wgmma_keys(int dim, bool masked) { return masked && dim > 64 ? 64 : dim <= 64 ? 128 : 96; }
+constexpr int backward_wgmma_rows(int dim, bool masked) { return masked || dim > 64 ? 64 : 96; }
 
 // Whether a tile is finite, whose products with others are `x`. A number of the tile that is not finite makes all its
 // products so. Therefore all warps of the block find the same answer, though each of them has products of its own.
@@ -31,6 +32,39 @@ __device__ __forceinline__ bool is_finite(const float (&x)[kRows / 8][4], const 
       finite &= make_finite<S>(two) == two;
   __syncwarp();  // all lanes have read the tile
   return __all_sync(~0u, finite);
+}
+
+// A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0.
+__device__ __forceinline__ bool clears_hidden(const Problem& p) {
+  return p.mask.dtype == DType::boolean && !has_terms(p);
+}
+// Returns 0xffff for each of two booleans that is true.
+__device__ __forceinline__ uint32_t bits_of_two(uint32_t two) { return __byte_perm(two * 0xff, 0, 0x1100); }
+
+// How a tile's mask is read when weights are computed: not at all; as booleans; as numbers; or as numbers that are all
+// 0.
+enum class Reads { nothing, booleans, numbers, zeros };
+// What exponent_under_mask() subtracts. If the mask holds numbers, these are units of scores, because log2(e) times the
+// least number of a dtype is infinite.
+__device__ __forceinline__ Pair<float> shift_of(const Problem& p, Pair<float> logsumexp, double per_score) {
+  if (!p.has_mask || p.mask.dtype == DType::boolean) return exponent_shift(logsumexp, per_score);
+  if (logsumexp.high == -infinity<float>()) return {infinity<float>(), 0};
+  return {logsumexp.high, logsumexp.low * kLog2E<float>};
+}
+// As exponent_of(), of a number that is a score but for terms_left(), `left`. `slope`: exponent_slope(). `mask`: two
+// numbers of the mask, of which `which` counts.
+template <class S, Reads kReads>
+__device__ __forceinline__ float exponent_under_mask(float number, float slope, float left, Pair<float> shift,
+                                                     uint32_t mask, int which) {
+  if constexpr (kReads == Reads::nothing) return exponent_of(number, slope, shift);
+  if constexpr (kReads == Reads::booleans)
+    return mask >> 8 * which & 0xff ? exponent_of(number, slope, shift) : -infinity<float>();
+  const auto exponent = [&](float bias) {
+    return fmaf(fmaf(number, left, bias - shift.high), kLog2E<float>, -shift.low);
+  };
+  if constexpr (kReads == Reads::zeros) return exponent(0);
+  const float bias = to_float(S{static_cast<uint16_t>(mask >> 16 * which)});
+  return bias == -infinity<float>() ? bias : exponent(bias);
 }
 
 // Turns exponents into weights.
@@ -71,11 +105,6 @@ __device__ __forceinline__ void make_finite(const float (&x)[kRows / 8][4], Pane
   sync_threads<kThreads>(kBarrier);
 }
 
-// The ways to turn products into weights: without a cap, with a small cap and no ALiBi, and with anything.
-__device__ __forceinline__ Cap cap_beside_slopes(const Problem& p) {
-  const Cap cap = cap_of(p);
-  return cap == Cap::small && p.alibi_slopes ? Cap::large : cap;
-}
 template <Cap kCap>
 constexpr bool kMayHaveSlopes = kCap != Cap::small;
 
@@ -91,18 +120,22 @@ struct GradQueryTiles {
 
   __device__ __forceinline__ void init_all() {}
 };
-template <class S, int kDim, int kKeys, int kStages, int kConsumers = 2>
-using GradQueryTasks = RowTasks<BackwardTaskParams, S, GradQueryTiles<S, 64 * kConsumers, kDim, kKeys, kStages>,
-                                kConsumers, 64 * kConsumers, kKeys, kStages, 4 * kConsumers, kGroupThreads / 2>;
+template <class S, int kDim, int kKeys, int kStages, Extra kExtra, int kConsumers = 2,
+          class Tiles = GradQueryTiles<S, 64 * kConsumers, kDim, kKeys, kStages>>
+using GradQueryTasks =
+    RowTasks<BackwardTaskParams, S,
+             std::conditional_t<kExtra == Extra::mask, WithMask<Tiles, S, kConsumers, kKeys, kStages>, Tiles>,
+             kConsumers, 64 * kConsumers, kKeys, kStages, 4 * kConsumers, kGroupThreads / 2>;
 
-// kHasTerms: whether there is a cap or ALiBi.
-template <class S, int kDim, int kKeys, int kStages, bool kHasTerms = false>
-struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
+template <class S, int kDim, int kKeys, int kStages, Extra kExtra = Extra::none>
+struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  using Tasks = GradQueryTasks<S, kDim, kKeys, kStages>;
-  using Tasks::kRows, Tasks::p, Tasks::shared;
+  static constexpr bool kHasTerms = kExtra != Extra::none;
+  using Tasks = GradQueryTasks<S, kDim, kKeys, kStages, kExtra>;
+  using Tasks::kMasked, Tasks::kRows, Tasks::p, Tasks::shared;
   using typename Tasks::Hiding, typename Tasks::Operands, typename Tasks::Work;
   using Scores = float[kKeys / 8][4];
+  using Packed = uint32_t[kKeys / 16][4];
 
   __device__ __forceinline__ void run(int64_t number) {
     if constexpr (!kHasSm90)
@@ -149,16 +182,21 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
       for (int r = 0; r < 2; ++r) {
         const Row row = Tasks::row_of(work.task, own + MmaThread().group + 8 * r);
         const int64_t number = row_number(p, row.n, row.head, row.position);
-        shift[r] = exponent_shift(static_cast<const Pair<float>*>(p.logsumexp)[number], per_score);
+        shift[r] = shift_of(p, static_cast<const Pair<float>*>(p.logsumexp)[number], per_score);
         delta[r] = static_cast<const float*>(p.delta)[number];
       }
     }
-    // Turns x into weights, times the derivative of the cap if there is one.
-    __device__ __forceinline__ void weigh(int tile) {
+    // Turns x into weights, times the derivative of the cap if there is one. each(f) calls f(fragment n, half, two
+    // numbers of the mask) for all of them, if the mask is read.
+    template <class Each>
+    __device__ __forceinline__ void weigh(const ShownTile& shown, Each each) {
+      const int tile = shown.tile;
       if constexpr (kHasTerms) {
         const Cap cap = cap_beside_slopes(p);
         const float key = static_cast<float>(tile * kKeys);
-        if (cap == Cap::none)
+        if constexpr (kMasked)
+          weigh_under_mask(shown, key, cap, each);
+        else if (cap == Cap::none)
           weigh<Cap::none>(key);
         else if (cap == Cap::small)
           weigh<Cap::small>(key);
@@ -177,23 +215,61 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     // `key`: see RowSlopes.
     template <Cap kCap>
     __device__ __forceinline__ void weigh(float key) {
-      const auto tanh = Tanh<kCap>::of(p);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float y = tanh(x[n][i]), sum = kMayHaveSlopes<kCap> ? slopes.add(y, n, i, key) : y;
-          const float weight = exp2_approx(exponent_of(sum, slope, shift[i / 2]));
-          x[n][i] = kCap == Cap::none ? weight : weight * cap_slope(y);
-        }
+        for (int half = 0; half < 2; ++half) weigh_two<kCap, kMayHaveSlopes<kCap>, Reads::nothing>(n, half, 0, key);
+    }
+    // Two neighbouring scores, of which `two` is the mask.
+    template <Cap kCap, bool kSlopes, Reads kReads>
+    __device__ __forceinline__ void weigh_two(int n, int half, uint32_t two, float key) {
+      const auto tanh = Tanh<kCap>::of(p);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& number = x[n][2 * half + c];
+        const float y = tanh(number), sum = kSlopes ? slopes.add(y, n, 2 * half + c, key) : y;
+        const float weight =
+            exp2_approx(exponent_under_mask<S, kReads>(sum, slope, terms_left(p), shift[half], two, c));
+        number = kCap == Cap::none ? weight : weight * cap_slope(y);
+        if (kReads != Reads::nothing && kCap != Cap::none && weight == 0) number = 0;  // even if the product is NaN
+      }
+    }
+    template <class Each>
+    __device__ __forceinline__ void weigh_under_mask(const ShownTile& shown, float key, Cap cap, Each each) {
+      const auto read = [&]<Cap kCap, bool kSlopes>() {
+        with_mask_number(p, [&]<class M>() {
+          constexpr Reads kReads = sizeof(M) == 1 ? Reads::booleans : Reads::numbers;
+          each.template operator()<M>(
+              [&](int n, int half, uint32_t two) { weigh_two<kCap, kSlopes, kReads>(n, half, two, key); });
+        });
+      };
+      if (cap != Cap::none)
+        read.template operator()<Cap::small, false>();
+      else if (p.alibi_slopes)
+        read.template operator()<Cap::none, true>();
+      else if (p.mask.dtype == DType::boolean)
+        weigh_all<Reads::nothing>();
+      else if (shown.changes)
+        each.template operator()<uint16_t>(
+            [&](int n, int half, uint32_t two) { weigh_two<Cap::none, false, Reads::numbers>(n, half, two, 0); });
+      else
+        weigh_all<Reads::zeros>();
+    }
+    template <Reads kReads>
+    __device__ __forceinline__ void weigh_all() {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) weigh_two<Cap::none, false, kReads>(n, half, 0, 0);
     }
     // Turns dx into dS.
-    __device__ __forceinline__ void make_ds(int tile) {
+    __device__ __forceinline__ void make_ds(const ShownTile& shown) {
+      const int tile = shown.tile;
 #pragma unroll
       for (auto& four : dx)
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] -= delta[i / 2];
-      turn_into_ds(dx, x, this->hides(tile));
+      turn_into_ds(dx, x, this->hides(tile) || (kMasked && shown.changes && !clears_hidden(p)));
       if constexpr (kHasTerms)
         // The number of the tile is read again, so that no distance stays in a register from weigh() on.
         if (p.grad_slopes) add_to_slopes(static_cast<float>(uniform(tile) * kKeys));
@@ -209,21 +285,35 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
   };
 
   __device__ __forceinline__ void start(ScoreGradients& s, int consumer, const Ring<kStages>& stage) {
-    wait(shared.keys.full[stage.stage], stage.parity);
     start_dots(s.x, shared.query, 64 * consumer, shared.key[stage.stage]);
     wait(shared.values.full[stage.stage], stage.parity);
     start_dots(s.dx, shared.grad_output, 64 * consumer, shared.value[stage.stage]);
   }
   // Computes dS, beside kSums sums that are under way.
   template <int kSums>
-  __device__ __forceinline__ void compute(ScoreGradients& s, int tile, const Ring<kStages>& stage) {
+  __device__ __forceinline__ void compute(ScoreGradients& s, const ShownTile& shown, int consumer,
+                                          const Ring<kStages>& stage) {
     wait_for_products<kSums + 1>(s.x);
     make_finite<Tasks::kConsumerThreads>(s.x, shared.key[stage.stage]);
-    s.weigh(tile);
+    if constexpr (kMasked)
+      if (Tasks::reads_mask(shown)) Tasks::wait_for_mask();
+    s.weigh(shown, [&]<class M>(auto f) {
+      if constexpr (kMasked) shared.mask[consumer].template each<M>(0, f);
+    });
     keep_beside_products();
     wait_for_products<kSums>(s.dx);
     arrive_once(shared.values.empty[stage.stage]);
-    s.make_ds(tile);
+    s.make_ds(shown);
+  }
+
+  __device__ __forceinline__ void pack(Packed& ds, const ScoreGradients& s, const ShownTile& shown, int consumer) {
+    pack_all<S>(ds, s.dx);
+    if constexpr (kMasked) {
+      if (shown.changes && clears_hidden(p))
+        shared.mask[consumer].template each<uint8_t>(
+            0, [&](int n, int half, uint32_t two) { ds[n / 2][2 * (n % 2) + half] &= bits_of_two(two); });
+      __syncwarp();  // all lanes have read the mask
+    }
   }
 
   __device__ __forceinline__ void attend(const Work& work, int consumer, Place& place) {
@@ -232,30 +322,35 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages> {
     float sum[kDim / 8][4] = {}, of_slopes[2] = {};
     if (tiles > 0) {
       ScoreGradients s(p, work, own, of_slopes);
-      uint32_t ds[kKeys / 16][4];
+      Packed ds;
       Ring<kStages>& stage = place.stage;
+      ShownTile shown{-1, false};
+      if constexpr (kMasked) Tasks::find_mask(work, consumer);
       wait(shared.queries.full[0], place.queries.parity);
-      start(s, consumer, stage);
-      compute<0>(s, 0, stage);
-#pragma unroll 1
-      for (int tile = 1; tile < tiles; ++tile) {
-        const Ring<kStages> before = stage;
-        pack_all<S>(ds, s.dx);
-        stage = stage.after();
+      if (Tasks::next_tile(shown, tiles, consumer, stage)) {
         start(s, consumer, stage);
+        compute<0>(s, shown, consumer, stage);
+        pack(ds, s, shown, consumer);
+        Ring<kStages> before = stage;
+        stage = stage.after();
+#pragma unroll 1
+        for (; Tasks::next_tile(shown, tiles, consumer, stage); stage = stage.after()) {
+          start(s, consumer, stage);
+          start_weighted(sum, ds, shared.key[before.stage]);
+          compute<1>(s, shown, consumer, stage);
+          keep_beside_products();
+          wait_for_products<0>(sum);
+          arrive_once(shared.keys.empty[before.stage]);
+          pack(ds, s, shown, consumer);
+          before = stage;
+        }
         start_weighted(sum, ds, shared.key[before.stage]);
-        compute<1>(s, tile, stage);
-        keep_beside_products();
         wait_for_products<0>(sum);
         arrive_once(shared.keys.empty[before.stage]);
       }
+      if constexpr (kMasked) Tasks::pass_end(stage);
       arrive_once(shared.queries.empty[0]);
       place.queries = place.queries.after();
-      pack_all<S>(ds, s.dx);
-      start_weighted(sum, ds, shared.key[stage.stage]);
-      wait_for_products<0>(sum);
-      arrive_once(shared.keys.empty[stage.stage]);
-      stage = stage.after();
     }
     write(work, own, sum, of_slopes);
   }
@@ -300,25 +395,28 @@ struct KeyWork {
 };
 
 // A tile of rows that see some of the keys of a task.
-template <int kRows, bool kHasTerms>
+template <int kRows, Extra kExtra>
 struct SeeingRows {
   alignas(16) Pair<float> shift[kRows];
   alignas(8) float delta[kRows];
-  TileRange seen[kRows];                       // of the task's keys; none for a row that is not there
-  BackwardSlope alibi[kHasTerms ? kRows : 1];  // see RowSlopes
-  bool is_over;                                // the task has no more tiles, and nothing else is set
-  bool hides;                                  // some row does not see some key
+  TileRange seen[kRows];  // of the task's keys; none for a row that is not there
+  BackwardSlope alibi[kExtra == Extra::none ? 1 : kRows];  // see RowSlopes
+  bool is_over;  // the task has no more tiles, and nothing else is set
+  bool hides;    // some row does not see some key, whatever the mask says
+  bool changes;  // if there is a mask, see ShownTile
 };
 
 struct alignas(16) TwoShifts {
   Pair<float> of[2];
 };
 
-template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders, bool kHasTerms>
+template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders, Extra kExtra>
 struct GradKeyTiles {
+  using Mask = MaskTile<S, kRows, 64, true, true>;  // of a consumer
   PanelTile<S, kKeys, kDim> key, value;
   PanelTile<S, kRows, kDim> query[kStages], grad_output[kStages];
-  SeeingRows<kRows, kHasTerms> rows[kStages];
+  std::conditional_t<kExtra == Extra::mask, Mask, Nothing> mask[kStages][kKeys / 64];
+  SeeingRows<kRows, kExtra> rows[kStages];
   RingBarriers<1, kGroupThreads, kReaders> keys;
   RingBarriers<kStages, kGroupThreads / 2, kReaders> queries, grad_outputs;
 
@@ -328,16 +426,18 @@ struct GradKeyTiles {
     grad_outputs.init_all();
   }
 };
-template <class S, int kDim, int kRows, int kStages, bool kHasTerms, int kConsumers = 2>
+template <class S, int kDim, int kRows, int kStages, Extra kExtra, int kConsumers = 2>
 using GradKeyTasks =
     TasksWgmma<BackwardTaskParams, KeyWork<64 * kConsumers>,
-               GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers, kHasTerms>, kConsumers>;
+               GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers, kExtra>, kConsumers>;
 
-// kRows: of a tile. kHasTerms: whether there is a cap or ALiBi.
-template <class S, int kDim, int kRows, int kStages, bool kHasTerms = false>
-struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
+// kRows: of a tile.
+template <class S, int kDim, int kRows, int kStages, Extra kExtra = Extra::none>
+struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   static constexpr int kProducerRegisters = kDim <= 64 ? 56 : 40, kConsumerRegisters = kDim <= 64 ? 224 : 232;
-  using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kHasTerms>;
+  static constexpr bool kHasTerms = kExtra != Extra::none, kMasked = kExtra == Extra::mask;
+  using Rows = SeeingRows<kRows, kExtra>;
+  using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kExtra>;
   using Tasks::kCopying, Tasks::p, Tasks::shared;
   static constexpr int kKeys = Tasks::kConsumerThreads / 2;  // a warpgroup owns 64
   using Work = KeyWork<kKeys>;
@@ -375,10 +475,14 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     place.keys = place.keys.after();
     if (Tasks::in_first_half())
       copy_rows(work, place.stage, p.query, Operands::kQuery, p.head_dim, shared.query, shared.queries,
-                [&](int stage, const Row& first, int count) { set_rows(shared.rows[stage], work, first, count); });
+                [&](int stage, const Row& first, int count, bool changes) {
+                  set_rows(shared.rows[stage], work, first, count, changes);
+                  if constexpr (kMasked)
+                    if (changes) start_mask(stage, work, first, count);
+                });
     else
       copy_rows(work, place.stage, p.grad_output, Operands::kGradOutput, p.value_dim, shared.grad_output,
-                shared.grad_outputs, [](int, const Row&, int) {});
+                shared.grad_outputs, [](int, const Row&, int, bool) {});
   }
   __device__ __forceinline__ void start_own(PanelTile<S, kKeys, kDim>& tile, const Work& work, const Operand& x,
                                             int name, int64_t cols) {
@@ -386,42 +490,82 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     PanelCopy<S, kKeys, kDim, kGroupThreads>{static_cast<int>(thread_index()) % kGroupThreads}.start(
         tile, data + work.task.key_head * x.head + work.task.first_key * x.row, x.row, work.keys, cols);
   }
+  // The producer has few registers. So it finds rows by their numbers, and reads again what is in shared memory.
+  __device__ __forceinline__ Row row_at(const Work& work, int64_t number) const {
+    return row_after(work.task.sequence.queries, Row{work.task.n, work.task.key_head * p.group, 0}, number);
+  }
+  // The first tile of rows from row `number` on, of which some see a key if no mask hides it.
+  __device__ __forceinline__ int64_t first_seeing(const Work& work, int64_t number) const {
+    return number + rows_until(work.rows_seen, row_at(work, number).position, work.task.sequence.queries,
+                               work.rows - number, kRows);
+  }
+  // The same behind a tile that begins with row `first`, if the mask shows some of the rows a key. Sets `changes` to
+  // what consumers are told of the tile. `begin`: the first row of the window.
+  __device__ __forceinline__ int64_t next_shown(const Work& work, int64_t first, MaskWindow<kKeys>& window,
+                                                int64_t& begin, bool& changes) const {
+    if constexpr (!kMasked) return first_seeing(work, first + kRows);
+    Range part;
+#pragma unroll 1
+    for (;;) {
+      if (const int tile = window.take(part, changes); tile >= 0) {
+        changes |= has_terms(p);
+        return begin + tile * kRows;
+      }
+      begin = first_seeing(work, begin + 32 * kRows);
+      if (begin >= work.rows) return begin;
+      const int64_t own = begin + thread_index() % 32 * kRows;
+      const bool sees = own < work.rows && first_seeing(work, own) == own;
+      window.set(sees ? effect_of_mask<kKeys>(p, work.task.n, row_at(work, own),
+                                              row_at(work, smaller(own + kRows, work.rows) - 1),
+                                              work.task.sequence.queries, work.task.first_key, work.task.last_key)
+                      : 0);
+    }
+  }
   // Fills one of the two rings with the rows that see some key, tile by tile, and says at the end that they are over.
-  // set(stage, first, count) sets the other numbers of `count` rows from row `first` on; count is 0 at the end.
+  // set(stage, first, count, changes) sets the other numbers of `count` rows from row `first` on; count is 0 at the
+  // end.
   template <class Barriers, class Set>
   __device__ __forceinline__ void copy_rows(const Work& work, Ring<kStages>& stage, const Operand& x, int name,
                                             int64_t cols, PanelTile<S, kRows, kDim> (&tiles)[kStages],
                                             Barriers& barriers, Set set) {
     const PanelCopy<S, kRows, kDim, kCopying> c{static_cast<int>(thread_index()) % kCopying};
-    // The producer has few registers. So it finds rows by their numbers, and reads again what is in shared memory.
-    const auto row_at = [&](int64_t number) {
-      return row_after(work.task.sequence.queries, Row{work.task.n, work.task.key_head * p.group, 0}, number);
-    };
-    const auto first_seeing = [&](int64_t number) {
-      return number +
-             rows_until(work.rows_seen, row_at(number).position, work.task.sequence.queries, work.rows - number, kRows);
-    };
+    bool changes = false;
+    MaskWindow<kKeys> window;
+    int64_t begin = -32 * kRows;
+    const auto next = [&](int64_t first) { return next_shown(work, first, window, begin, changes); };
     Filling filling{&shared.keys.full[0]};
 #pragma unroll 1
-    for (int64_t first = first_seeing(0); first < work.rows; first = first_seeing(first + kRows))
+    for (int64_t first = next(-kRows); first < work.rows; first = next(first))
       filling.fill(barriers, stage, [&](int i) {
         const int count = static_cast<int>(smaller(kRows, work.rows - first));
         const S* const data = static_cast<const S*>(x.data) + work.begins.of[name];
         c.start_scattered(tiles[i], data, count, cols, [&](int j) {
-          const Row row = row_at(first + j);
+          const Row row = row_at(work, first + j);
           return row.head * x.head + row.position * x.row;
         });
-        set(i, row_at(first), count);
+        set(i, row_at(work, first), count, changes);
       });
-    filling.fill(barriers, stage, [&](int i) { set(i, Row{}, 0); });
+    filling.fill(barriers, stage, [&](int i) { set(i, Row{}, 0, false); });
     filling.finish();
   }
-  __device__ __forceinline__ void set_rows(SeeingRows<kRows, kHasTerms>& to, const Work& work, const Row& first,
-                                           int count) {
+  // Starts to copy the mask of `count` rows from row `first` on, and of the task's keys.
+  __device__ __forceinline__ void start_mask(int stage, const Work& work, const Row& first, int count) {
+    const auto row_at = [&](int i) {
+      const Row row =
+          row_after(work.task.sequence.queries, first, RowTile<kRows>::last_repeated(i, count));
+      return batch_offset(p, p.mask, row.n) + row.head * p.mask.head + row.position * p.mask.row;
+    };
+    with_mask_number(p, [&]<class M>() {
+      Tasks::Shared::Mask::template copy_row_by_row<M, kCopying>(shared.mask[stage], p, row_at, work.task.first_key);
+    });
+  }
+  __device__ __forceinline__ void set_rows(Rows& to, const Work& work, const Row& first,
+                                           int count, bool changes) {
     const Task& task = work.task;
     const int thread = thread_index() % kCopying;
     if (thread == 0) {
       to.is_over = count == 0;
+      to.changes = changes;
       to.hides = count < kRows || !all_visible(task.sequence, positions_of_rows(task.sequence, first, count),
                                                {task.first_key, task.last_key});
     }
@@ -430,7 +574,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     for (int i = thread; i < kRows; i += kCopying) {
       const Row row = row_after(queries, first, RowTile<kRows>::last_repeated(i, count));
       const int64_t number = row_number(p, task.n, row.head, row.position);
-      to.shift[i] = exponent_shift(static_cast<const Pair<float>*>(p.logsumexp)[number], work.per_score);
+      to.shift[i] = shift_of(p, static_cast<const Pair<float>*>(p.logsumexp)[number], work.per_score);
       to.delta[i] = static_cast<const float*>(p.delta)[number];
       const Range seen = visible_keys(task.sequence, {row.position, row.position + 1});
       to.seen[i] = TileRange(i < count ? seen : Range{0, 0}, task.first_key);
@@ -468,20 +612,23 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
   }
 
   __device__ __forceinline__ void add_tile(Sum& of_ds, Sum& of_weights, int consumer, const Ring<kStages>& stage) {
-    const SeeingRows<kRows, kHasTerms>& rows = shared.rows[stage.stage];
+    const Rows& rows = shared.rows[stage.stage];
     auto &query = shared.query[stage.stage], &grad_output = shared.grad_output[stage.stage];
     Scores x, dx;
     Packed weights, ds;
+    [[maybe_unused]] Packed shown;  // see clears_hidden()
     const MmaThread thread;
     start_dots(x, shared.key, 64 * consumer, query);
     wait(shared.grad_outputs.full[stage.stage], stage.parity);
     start_dots(dx, shared.value, 64 * consumer, grad_output);
     wait_for_products<1>(x);
     make_finite<Tasks::kConsumerThreads>(x, query);
-    const bool hides = uniform(rows.hides);
+    const bool hides = uniform(rows.hides), changes = kMasked && uniform(rows.changes) != 0;
     if constexpr (kHasTerms) {
-      const Cap cap = cap_beside_slopes(p);
-      if (cap == Cap::none)
+      [[maybe_unused]] const Cap cap = cap_beside_slopes(p);
+      if constexpr (kMasked)
+        weigh_under_mask(x, weights, shown, rows, hides, changes, shared.mask[stage.stage][consumer]);
+      else if (cap == Cap::none)
         weigh<Cap::none>(x, weights, rows, hides);
       else if (cap == Cap::small)
         weigh<Cap::small>(x, weights, rows, hides);
@@ -500,8 +647,10 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) dx[n][i] -= delta[i % 2];
     }
-    turn_into_ds(dx, x, hides);
+    const bool clears = kMasked && changes && clears_hidden(p);
+    turn_into_ds(dx, x, hides || (changes && !clears));
     pack_all<S>(ds, dx);
+    if (clears) clear_hidden(ds, shown);
     start_weighted(of_ds, ds, query);
     wait_for_products<1>(of_weights);
     arrive_once(shared.grad_outputs.empty[stage.stage]);
@@ -510,7 +659,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     arrive_once(shared.queries.empty[stage.stage]);
   }
 
-  static __device__ __forceinline__ TwoShifts shifts_of(const SeeingRows<kRows, kHasTerms>& rows, int i) {
+  static __device__ __forceinline__ TwoShifts shifts_of(const Rows& rows, int i) {
     return *reinterpret_cast<const TwoShifts*>(&rows.shift[i]);
   }
   // The thread's key with the number `half` of its two, in the task.
@@ -518,7 +667,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
     return 16 * thread.warp + thread.group + 8 * half;
   }
   // Turns products into weights.
-  __device__ __forceinline__ void weigh(Scores& x, const SeeingRows<kRows, kHasTerms>& rows, bool hides) {
+  __device__ __forceinline__ void weigh(Scores& x, const Rows& rows, bool hides) {
     const MmaThread thread;
     const float slope = exponent_slope(p);
 #pragma unroll
@@ -527,54 +676,100 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kHasTerms> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = exponent_of(x[n][i], slope, shift.of[i % 2]);
     }
-    if (hides)
-#pragma unroll
-      for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const TileRange seen = rows.seen[thread.col(n) + c];
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (!seen.contains(key_of(thread, half))) x[n][2 * half + c] = -infinity<float>();
-        }
+    if (hides) hide(x, rows, -infinity<float>());
     turn_into_weights(x);
+  }
+  // Gives what keys that are hidden from rows have the number `hidden`, but for those that the mask hides.
+  __device__ __forceinline__ void hide(Scores& x, const Rows& rows, float hidden) {
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const TileRange seen = rows.seen[thread.col(n) + c];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (!seen.contains(key_of(thread, half))) x[n][2 * half + c] = hidden;
+      }
   }
   // The same with a cap or ALiBi. Packs the weights, and multiplies them by the derivative of the cap.
   template <Cap kCap>
-  __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const SeeingRows<kRows, kHasTerms>& rows,
-                                        bool hides) {
+  __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const Rows& rows, bool hides) {
     if (hides)
-      weigh<kCap, true>(x, weights, rows);
+      weigh_all<kCap, kMayHaveSlopes<kCap>, true, Reads::nothing>(x, weights, rows);
     else
-      weigh<kCap, false>(x, weights, rows);
+      weigh_all<kCap, kMayHaveSlopes<kCap>, false, Reads::nothing>(x, weights, rows);
   }
-  template <Cap kCap, bool kHides>
-  __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const SeeingRows<kRows, kHasTerms>& rows) {
+  template <Cap kCap, bool kSlopes, bool kHides, Reads kReads>
+  __device__ __forceinline__ void weigh_all(Scores& x, Packed& weights, const Rows& rows) {
     const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) weigh_two<kCap, kSlopes, kHides, kReads>(x, weights, rows, thread, n, half, 0);
+  }
+  // Two scores of neighbouring rows, of which `two` is the mask.
+  template <Cap kCap, bool kSlopes, bool kHides, Reads kReads>
+  __device__ __forceinline__ void weigh_two(Scores& x, Packed& weights, const Rows& rows, const MmaThread& thread,
+                                            int n, int half, uint32_t two) {
+    constexpr bool kMayHide = kHides || kReads == Reads::booleans || kReads == Reads::numbers;
     const auto tanh = Tanh<kCap>::of(p);
     const float slope = exponent_slope(p);
+    const TwoShifts shift = shifts_of(rows, thread.col(n));
+    const BackwardSlope* const alibi = &rows.alibi[thread.col(n)];
+    const TileRange* const seen = &rows.seen[thread.col(n)];
+    const int key = key_of(thread, half);
+    float of_row[2];
 #pragma unroll
-    for (int n = 0; n < kRows / 8; ++n) {
-      const TwoShifts shift = shifts_of(rows, thread.col(n));
-      const BackwardSlope* const alibi = &rows.alibi[thread.col(n)];
-      const TileRange* const seen = &rows.seen[thread.col(n)];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int key = key_of(thread, half);
-        float of_row[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& number = x[n][2 * half + c];
-          const float y = tanh(number), distance = fabsf(alibi[c].ahead - static_cast<float>(key));
-          const float sum = kMayHaveSlopes<kCap> ? fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y) : y;
-          const float weight = exp2_approx(exponent_of(sum, slope, shift.of[c]));
-          of_row[c] = kHides && !seen[c].contains(key) ? 0 : weight;
-          number = kCap == Cap::none ? of_row[c] : of_row[c] * cap_slope(y);
-          if (kHides && of_row[c] == 0) number = 0;  // even if the hidden product is NaN
-        }
-        weights[n / 2][2 * (n % 2) + half] = pack<S>(of_row[0], of_row[1]);
-      }
+    for (int c = 0; c < 2; ++c) {
+      float& number = x[n][2 * half + c];
+      const float y = tanh(number), distance = fabsf(alibi[c].ahead - static_cast<float>(key));
+      const float sum = kSlopes ? fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y) : y;
+      const float weight = exp2_approx(exponent_under_mask<S, kReads>(sum, slope, terms_left(p), shift.of[c], two, c));
+      of_row[c] = kHides && !seen[c].contains(key) ? 0 : weight;
+      number = kCap == Cap::none ? of_row[c] : of_row[c] * cap_slope(y);
+      if (kMayHide && kCap != Cap::none && of_row[c] == 0) number = 0;  // even if the hidden product is NaN
     }
+    weights[n / 2][2 * (n % 2) + half] = pack<S>(of_row[0], of_row[1]);
+  }
+  // The same with a mask, of which the tile is read if `changes`. Sets `shown` if clears_hidden().
+  template <class Mask>
+  __device__ __forceinline__ void weigh_under_mask(Scores& x, Packed& weights, Packed& shown, const Rows& rows,
+                                                   bool hides, bool changes, Mask& mask) {
+    const MmaThread thread;
+    const auto read = [&]<Cap kCap, bool kSlopes, bool kHides>() {
+      with_mask_number(p, [&]<class M>() {
+        constexpr Reads kReads = sizeof(M) == 1 ? Reads::booleans : Reads::numbers;
+        mask.template each_transposed<M>([&](int n, int half, uint32_t two) {
+          weigh_two<kCap, kSlopes, kHides, kReads>(x, weights, rows, thread, n, half, two);
+        });
+      });
+    };
+    if (p.softcap > 0) return read.template operator()<Cap::small, false, true>();
+    if (p.alibi_slopes)
+      read.template operator()<Cap::none, true, false>();
+    else if (p.mask.dtype == DType::boolean)
+      weigh_all<Cap::none, false, false, Reads::nothing>(x, weights, rows);
+    else if (changes)
+      mask.template each_transposed<uint16_t>([&](int n, int half, uint32_t two) {
+        weigh_two<Cap::none, false, false, Reads::numbers>(x, weights, rows, thread, n, half, two);
+      });
+    else
+      weigh_all<Cap::none, false, false, Reads::zeros>(x, weights, rows);
+    if (hides) {
+      hide(x, rows, 0);
+      pack_all<S>(weights, x);
+    }
+    if (!changes || !clears_hidden(p)) return;
+    mask.template each_transposed<uint8_t>(
+        [&](int n, int half, uint32_t two) { shown[n / 2][2 * (n % 2) + half] = bits_of_two(two); });
+    clear_hidden(weights, shown);
+  }
+  static __device__ __forceinline__ void clear_hidden(Packed& x, const Packed& shown) {
+#pragma unroll
+    for (int k = 0; k < kRows / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[k][i] &= shown[k][i];
   }
 
   __device__ __forceinline__ void write(const Work& work, const Operand& to, int name, int64_t cols, const Sum& sum,
@@ -598,16 +793,21 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
     return launch_persistent<Kernel>(p, gpu);
   };
-  constexpr int kStages = kDim <= 64 ? 4 : 2;
-  const auto run = [&]<bool kHasTerms>() -> Error {
-    using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim), kStages, kHasTerms>;
-    using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim), kStages, kHasTerms>;
+  const auto run = [&]<Extra kExtra>() -> Error {
+    constexpr bool kMasked = kExtra == Extra::mask;
+    constexpr int kStages = kDim <= 64 ? 4 : 2;
+    using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim, kMasked), kStages, kExtra>;
+    using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim, kMasked), kStages, kExtra>;
     if (p.grad_query.data || p.grad_slopes)
       if (Error error = launch.template operator()<OfQuery>(order_of_rows(p, OfQuery::kRows))) return error;
     if (!p.grad_key.data && !p.grad_value.data) return nullptr;
     return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));
   };
-  return has_score_terms(p) ? run.template operator()<true>() : run.template operator()<false>();
+  if (p.has_mask) {
+    if (Error error = launch_blocks<LookAtMask<S, BackwardTaskParams>>(p, gpu.stream)) return error;
+    return run.template operator()<Extra::mask>();
+  }
+  return has_score_terms(p) ? run.template operator()<Extra::terms>() : run.template operator()<Extra::none>();
 }
 
 }  // namespace attn::cuda

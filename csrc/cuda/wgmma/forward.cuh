@@ -4,7 +4,6 @@
 // Consumers take turns, so that one has the tensor cores while another computes weights.
 #pragma once
 
-#include "cuda/mma/mask_tile.cuh"
 #include "cuda/wgmma/row_tasks.cuh"
 
 namespace attn::cuda {
@@ -17,12 +16,8 @@ struct ForwardTiles {
   __device__ __forceinline__ void init_all() {}
 };
 
-// The same with a mask: of each consumer, the mask of a tile and where its rows begin.
 template <class S, int kConsumers, int kDim, int kKeys, int kStages>
-struct MaskedTiles : ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages> {
-  MaskTile<S, 64, kKeys, true, true> mask[kConsumers];
-  const unsigned char* in_mask[kConsumers][64];
-  ShownTile shown[kStages];
+struct MaskedTiles : WithMask<ForwardTiles<S, 64 * kConsumers, kDim, kKeys, kStages>, S, kConsumers, kKeys, kStages> {
   // Whether ForwardTasks::is_left() with a boolean mask. With more columns, registers are too few for both ways.
   static constexpr bool kMayLeave = kDim <= 64;
 };
@@ -98,9 +93,9 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
       Weights weights;
       Ring<kStages>& stage = place.stage;
       ShownTile shown{-1, false};
-      if constexpr (kMasked) find_mask(work, consumer);
+      if constexpr (kMasked) Tasks::find_mask(work, consumer);
       wait(shared.queries.full[0], place.queries.parity);
-      if (next_tile(shown, tiles, consumer, stage)) {
+      if (Tasks::next_tile(shown, tiles, consumer, stage)) {
         wait_for_turn(consumer);
         start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
         pass_turn(consumer);
@@ -111,7 +106,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
         Ring<kStages> before = stage;
         stage = stage.after();
 #pragma unroll 1
-        for (; next_tile(shown, tiles, consumer, stage); stage = stage.after()) {
+        for (; Tasks::next_tile(shown, tiles, consumer, stage); stage = stage.after()) {
           wait_for_turn(consumer);
           start_dots(x[0], shared.query, 64 * consumer, shared.key[stage.stage]);
           wait(shared.values.full[before.stage], before.parity);
@@ -135,7 +130,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
         wait_for_products<0>(output[0]);
         arrive_once(shared.values.empty[before.stage]);
       }
-      if constexpr (kMasked) pass_end(stage);
+      if constexpr (kMasked) Tasks::pass_end(stage);
       arrive_once(shared.queries.empty[0]);
       place.queries = place.queries.after();
     }
@@ -143,17 +138,6 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
     Tasks::write(work, output, own, w.best, w.sum);
   }
 
-  // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
-  __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
-    if (!kMasked && ++shown.tile >= tiles) return false;
-    wait(shared.keys.full[stage.stage], stage.parity);
-    if constexpr (kMasked) {
-      shown = {uniform(shared.shown[stage.stage].tile), uniform(shared.shown[stage.stage].changes) != 0};
-      if (shown.tile < 0) return false;
-      if (shown.changes) start_mask(consumer, shown.tile);
-    }
-    return true;
-  }
   __device__ __forceinline__ void weigh(Weighing& w, const ShownTile& shown, int consumer) {
     if constexpr (kMasked) make_scores(w, shown, consumer);
     w.weigh(shown.tile);
@@ -161,24 +145,6 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
 
   // --- with a mask ---
 
-  // Finds out where the warp's rows begin in the mask.
-  __device__ __forceinline__ void find_mask(const Work& work, int consumer) {
-    if (const int lane = MmaThread().lane; lane < 16) {
-      const int i = 16 * MmaThread().warp + lane;
-      const Row row = Tasks::row_of(work.task, i);
-      const int64_t at = batch_offset(p, p.mask, row.n) + row.head * p.mask.head + row.position * p.mask.row;
-      shared.in_mask[consumer][i % 64] = static_cast<const unsigned char*>(p.mask.data) + mask_number_bytes(p) * at;
-    }
-    __syncwarp();
-    first_key = uniform(static_cast<int>(work.task.first_key));
-  }
-  __device__ __forceinline__ void start_mask(int consumer, int tile) {
-    with_mask_number(p, [&]<class M>() {
-      shared.mask[consumer].template copy<M>(
-          p, [&](int i) { return shared.in_mask[consumer][i]; }, first_key + int64_t{tile} * kKeys);
-    });
-    commit_copies();
-  }
   // Turns products into scores, or into numbers that are scores but for terms_left().
   __device__ __forceinline__ void make_scores(Weighing& w, const ShownTile& shown, int consumer) {
     auto& x = w.x[0];
@@ -192,8 +158,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
           for (float& score : four) score *= slope;
       return;
     }
-    wait_for_copies<0>();
-    __syncwarp();  // all lanes have copied
+    Tasks::wait_for_mask();
     if (p.mask.dtype == DType::boolean)
       add_mask<uint8_t, Fragments::Add::boolean>(x, consumer, Tasks::Shared::kMayLeave ? 1 : slope);
     else if (Fragments::all_finite(&x))
@@ -207,68 +172,6 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
     shared.mask[consumer].template each<M>(
         0, [&](int n, int half, uint32_t two) { Fragments::template add_two<kHow>(x, n, half, two, slope); });
   }
-  // Passes over what the producer has filled behind the last tile.
-  __device__ __forceinline__ void pass_end(Ring<kStages>& stage) {
-    wait(shared.values.full[stage.stage], stage.parity);
-    __syncwarp();  // all lanes have read that it is the end
-    arrive_once(shared.keys.empty[stage.stage]);
-    arrive_once(shared.values.empty[stage.stage]);
-    stage = stage.after();
-  }
-
-  int first_key = 0;  // of the task, if there is a mask
-};
-
-// Writes Problem::mask_tiles of a mask that is boolean or of type S. A block looks at a tile, a thread at one of its
-// rows.
-template <class S>
-struct LookAtMask {
-  static constexpr int kThreads = kScoreTile, kBlocks = 0;
-  using Shared = Nothing;
-
-  const ForwardParams& p;
-  Shared& shared;
-
-  ATTN_INLINE static constexpr int64_t key_tiles(const Problem& p) { return divide_up(p.keys, kScoreTile); }
-  ATTN_INLINE static constexpr int64_t row_tiles(const Problem& p) {
-    return p.mask_tiles.row == 0 ? 1 : divide_up(p.queries, kScoreTile);
-  }
-  ATTN_INLINE static constexpr int64_t blocks(const Problem& p) {
-    int64_t slices = p.mask.head == 0 ? 1 : p.heads;
-    for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
-    return slices * row_tiles(p) * key_tiles(p);
-  }
-
-  __device__ __forceinline__ void run(int64_t number) {
-    with_mask_number(p, [&]<class M>() { look<M>(number); });
-  }
-  template <class M>
-  __device__ __forceinline__ void look(int64_t number) {
-    const auto [in_slices, key_tile] = divide(number, key_tiles(p));
-    const auto [slice, row_tile] = divide(in_slices, row_tiles(p));
-    const Row at = sharer_of_mask(p, p.mask, slice, 0);
-    const int64_t row = row_tile * kScoreTile + threadIdx.x, key = key_tile * kScoreTile;
-    bool shows = false, changes = false;
-    if (row < (p.mask.row == 0 ? 1 : p.queries)) {
-      const int64_t first = batch_offset(p, p.mask, at.n) + at.head * p.mask.head + row * p.mask.row + key * p.mask.col;
-      const auto* const vectors = reinterpret_cast<const Vec16<uint32_t>*>(static_cast<const M*>(p.mask.data) + first);
-      const int64_t keys = p.mask.col == 0 ? 1 : smaller(kScoreTile, p.keys - key);
-      constexpr int kOfWord = 4 / sizeof(M);
-      for (int64_t i = 0; i * 4 * kOfWord < keys; ++i)
-        for (int w = 0; w < 4; ++w) {
-          const int64_t left = keys - (4 * i + w) * kOfWord;  // numbers, of which a word may have fewer than kOfWord
-          const uint32_t there = left >= kOfWord ? ~0u : left <= 0 ? 0 : (1u << 8 * sizeof(M) * left) - 1;
-          const uint32_t word = vectors[i].at[w];
-          shows |= ((word ^ kHidden<S, M>)&there) != 0;
-          changes |= ((sizeof(M) == 1 ? word ^ 0x01010101 : word & 0x7fff7fff) & there) != 0;
-        }
-    }
-    const int effect = (__syncthreads_or(shows) ? kSomeVisible : 0) | (__syncthreads_or(changes) ? kSomeChanged : 0);
-    const Operand& to = p.mask_tiles;
-    if (threadIdx.x == 0)
-      static_cast<uint8_t*>(to.data)[batch_offset(p, to, at.n) + at.head * to.head + row_tile * to.row + key_tile] =
-          static_cast<uint8_t>(effect);
-  }
 };
 
 template <class S, int kDim, bool kPaged>
@@ -277,7 +180,7 @@ Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
   if constexpr (!kPaged && kDim <= kMaskedWgmmaDim)
     if (p.has_mask) {
-      if (Error error = launch_blocks<LookAtMask<S>>(p, gpu.stream)) return error;
+      if (Error error = launch_blocks<LookAtMask<S, ForwardParams>>(p, gpu.stream)) return error;
       constexpr int kMaskedRows = forward_wgmma_rows(kDim, true);
       return launch_persistent<ForwardWgmma<S, kDim, kMaskedRows / 64, kKeys, kStages, false, Extra::mask>>(p, gpu);
     }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/mma/online_softmax.cuh"
-#include "cuda/wgmma/tasks.cuh"
+#include "cuda/wgmma/mask.cuh"
 
 namespace attn::cuda {
 
@@ -30,12 +30,6 @@ struct RowWork {
     first_seen = static_cast<int>(divide_up(smaller(keys, larger(0, seen.first - task.first_key)), kKeys));
     last_seen = static_cast<int>(smaller(keys, larger(0, seen.last - task.first_key)) / kKeys);
   }
-};
-
-// What the producer tells consumers of a tile, if there is a mask: it leaves out tiles that the mask hides.
-struct ShownTile {
-  int tile;      // its number; -1 behind the last one, where there are no keys
-  bool changes;  // whether the mask hides some score or adds a number to it
 };
 
 template <class Tiles>
@@ -95,6 +89,8 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
   using Operands = TaskOperands<Params>;
   static constexpr int kRows = kTaskRows;
 
+  int first_key = 0;  // of a consumer's task, if there is a mask
+
   ATTN_INLINE static constexpr int64_t blocks(const Params& p) {
     if constexpr (requires { p.splits; }) return p.splits * blocks_of_rows(p, kRows);
     return blocks_of_rows(p, kRows);
@@ -142,45 +138,22 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
         });
   }
 
-  // What a mask does to a tile of keys. Bit i: it shows some of the keys from number i kScoreTile on. Bit kChanges: see
-  // ShownTile.
-  static constexpr int kChanges = divide_up(kKeys, kScoreTile);
-  __device__ __forceinline__ unsigned effect_on(const Work& work, int tile) const {
+  // The next tile that the mask does not hide from all rows. Writes the part of the tile that it shows to `part`.
+  // `first`: the first tile of the window.
+  __device__ __forceinline__ ShownTile next_shown(const Work& work, MaskWindow<kKeys>& window, int& first,
+                                                  Range& part) const {
     const Task& task = work.task;
-    const int64_t first_col = (task.first_key + int64_t{tile} * kKeys) / kScoreTile;
-    const int64_t cols = divide_up(smaller(kKeys, task.last_key - first_col * kScoreTile), kScoreTile);
-    const Operand& x = p.mask_tiles;
-    const auto* const bytes = static_cast<const uint8_t*>(x.data) + batch_offset(p, x, task.n) + first_col;
-    unsigned effect = 0;
-    for (int64_t head = work.first.head; head <= work.last.head; ++head) {
-      const int64_t first = head == work.first.head ? work.first.position : 0;
-      const int64_t last = head == work.last.head ? work.last.position : task.sequence.queries - 1;
-      for (int64_t row = first / kScoreTile; row <= last / kScoreTile; ++row)
-        for (int64_t col = 0; col < cols; ++col) {
-          const unsigned of_tile = bytes[head * x.head + row * x.row + col];
-          effect |= (of_tile & kSomeVisible ? 1u << col : 0) | (of_tile & kSomeChanged ? 1u << kChanges : 0);
-        }
-    }
-    return effect;
-  }
-  // The first tile from number `first` on that the mask does not hide from all rows. Writes the part of the tile that
-  // it shows to `part`. Each lane of a warp looks at another tile.
-  __device__ __forceinline__ ShownTile next_shown(const Work& work, int first, Range& part) const {
-    const int lane = thread_index() % 32;
+    bool changes = false;
 #pragma unroll 1
-    for (; first < work.tiles; first += 32) {
-      const unsigned own = first + lane < work.tiles ? effect_on(work, first + lane) : 0;
-      constexpr unsigned kShows = (1u << kChanges) - 1;
-      if (const unsigned shown = __ballot_sync(~0u, (own & kShows) != 0)) {
-        const int of_lane = __ffs(static_cast<int>(shown)) - 1;
-        const unsigned effect = __shfl_sync(~0u, own, of_lane);
-        const int begin = __ffs(static_cast<int>(effect & kShows)) - 1,
-                  end = 32 - __clz(static_cast<int>(effect & kShows));
-        part = {begin * kScoreTile, end * kScoreTile};
-        return {first + of_lane, effect >> kChanges != 0};
-      }
+    for (;;) {
+      if (const int tile = window.take(part, changes); tile >= 0) return {first + tile, changes};
+      first += 32;
+      if (first >= work.tiles) return {-1, false};
+      const int own = first + thread_index() % 32;
+      window.set(own < work.tiles ? effect_of_mask<kKeys>(p, task.n, work.first, work.last, task.sequence.queries,
+                                                          task.first_key + int64_t{own} * kKeys, task.last_key)
+                                  : 0);
     }
-    return {-1, false};
   }
 
   // Fills one of the two rings with a task's keys, tile by tile: start(stage, key, keys) starts to copy `keys` keys
@@ -192,18 +165,19 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
     const int64_t last = task.last_key;
     Filling filling{&shared.queries.full[0]};
     if constexpr (kMasked) {
-      int next = 0;
+      MaskWindow<kKeys> window;
+      int tile, first = -32;
       do {
         Range part{};
-        const ShownTile shown = next_shown(work, next, part);
+        const ShownTile shown = next_shown(work, window, first, part);
         filling.fill(barriers, stage, [&](int i) {
           if (thread_index() % kGroupThreads == 0) shared.shown[i] = shown;
           const int64_t key = task.first_key + int64_t{shown.tile} * kKeys;
           if (shown.tile >= 0)
             start(i, key, static_cast<int>(smaller(part.last, last - key)), static_cast<int>(part.first));
         });
-        next = shown.tile + 1;
-      } while (next > 0);
+        tile = shown.tile;
+      } while (tile >= 0);
     } else {
 #pragma unroll 1
       for (int64_t key = task.first_key; key < last; key += kKeys)
@@ -263,6 +237,53 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
       return Nothing{};
   }
 
+  // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
+  __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
+    if (!kMasked && ++shown.tile >= tiles) return false;
+    wait(shared.keys.full[stage.stage], stage.parity);
+    if constexpr (kMasked) {
+      shown = {uniform(shared.shown[stage.stage].tile), uniform(shared.shown[stage.stage].changes) != 0};
+      if (shown.tile < 0) return false;
+      if (reads_mask(shown)) start_mask(consumer, shown.tile);
+    }
+    return true;
+  }
+
+  // Finds out where the warp's rows begin in the mask.
+  __device__ __forceinline__ void find_mask(const Work& work, int consumer) {
+    if (const int lane = MmaThread().lane; lane < 16) {
+      const int i = 16 * MmaThread().warp + lane;
+      const Row row = row_of(work.task, i);
+      const int64_t at = batch_offset(p, p.mask, row.n) + row.head * p.mask.head + row.position * p.mask.row;
+      shared.in_mask[consumer][i % 64] = static_cast<const unsigned char*>(p.mask.data) + mask_number_bytes(p) * at;
+    }
+    __syncwarp();
+    first_key = uniform(static_cast<int>(work.task.first_key));
+  }
+  // Whether consumers read the mask of a tile. The gradients have no faster way beside a cap or ALiBi.
+  __device__ __forceinline__ bool reads_mask(const ShownTile& shown) const {
+    return shown.changes || (!std::is_same_v<Params, ForwardParams> && has_terms(p));
+  }
+  __device__ __forceinline__ void start_mask(int consumer, int tile) {
+    with_mask_number(p, [&]<class M>() {
+      shared.mask[consumer].template copy<M>(
+          p, [&](int i) { return shared.in_mask[consumer][i]; }, first_key + int64_t{tile} * kKeys);
+    });
+    commit_copies();
+  }
+  static __device__ __forceinline__ void wait_for_mask() {
+    wait_for_copies<0>();
+    __syncwarp();  // all lanes have copied
+  }
+  // Passes over what the producer has filled behind the last tile.
+  __device__ __forceinline__ void pass_end(Ring<kStages>& stage) {
+    wait(shared.values.full[stage.stage], stage.parity);
+    __syncwarp();  // all lanes have read that it is the end
+    arrive_once(shared.keys.empty[stage.stage]);
+    arrive_once(shared.values.empty[stage.stage]);
+    stage = stage.after();
+  }
+
   // Hides keys that rows of a warp do not see.
   struct Hiding {
     // The positions of a warp's 16 rows, as ScoresMma::hide_keys() asks for them: by lane % 16.
@@ -294,9 +315,6 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
     }
   };
 };
-
-// What is done to products beside scaling them: nothing; a cap and ALiBi; these and a mask.
-enum class Extra { none, terms, mask };
 
 // The forwards, dense and latent.
 template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling,

@@ -9,6 +9,9 @@
 
 namespace attn::cuda {
 
+// What is done to products beside scaling them: nothing; a cap and ALiBi; these and a mask.
+enum class Extra { none, terms, mask };
+
 // The operands of which a task has to know where its batch entry begins.
 template <class Params>
 struct TaskOperands;
