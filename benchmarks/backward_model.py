@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 import decode_model
 from gpu import BACKWARD_OF_CUDNN, OF_PLAIN
-from hopper_model import BEFORE, MASKS, RESULTS, Call, Card, lists_at_once, overlap
+from hopper_model import (
+    BEFORE, COMPARED, NOT_CAUSAL, RESULTS, THEIRS, Call, Card, lists_at_once, overlap, theirs,
+)  # fmt: skip
 
 CARD = Card()
 SYNC = 40.0  # cycles of a barrier, or of the end of products; assumed
@@ -86,6 +88,10 @@ OPTIONS = {
     "bool": {
         64: (Pass(64, 128, True, 159, 264, 322, 135), Pass(64, 64, False, 68, 300, 134, 358)),
         128: (Pass(128, 64, True, 159, 147, 193, 148), Pass(128, 64, False, 92, 342, 136, 514)),
+    },
+    "dropout": {
+        64: (Pass(64, 96, True, 900, 270, 276, 100), Pass(64, 96, False, 850, 412, 234, 304)),
+        128: (Pass(128, 96, True, 975, 198, 276, 140), Pass(128, 64, False, 632, 282, 168, 384)),
     },
 }  # fmt: skip
 
@@ -257,18 +263,13 @@ def predictions() -> list[Prediction]:
 
 def of_plain(form: str, dim: int) -> float:
     """The part of the speed of the same call without an option that is left with it."""
-    call = Call(8, 2048 // dim, 2048, dim, form not in MASKS)
+    call = Call(8, 2048 // dim, 2048, dim, form not in NOT_CAUSAL)
     return seconds(call) / seconds(call, form)
 
 
-def of_cudnn(mask: str, dim: int) -> float:
-    """The part of the speed that cuDNN reached with a mask, in a file of results."""
-    ms = next(
-        r["ms"]["CUDNN"]
-        for r in json.loads((RESULTS / BEFORE).read_text())["speed"]
-        if (r["pass"], r["dtype"], r["mask"]) == ("backward", "bf16", mask) and r["head_dim"] == dim
-    )
-    return ms / 1e3 / seconds(Call(8, 2048 // dim, 2048, dim, False), mask)
+def of_theirs(form: str, dim: int) -> float:
+    """The part of the speed that another reached with a mask or dropout, in a file of results."""
+    return theirs("backward", form, dim) / seconds(Call(8, 2048 // dim, 2048, dim, False), form)
 
 
 if __name__ == "__main__":
@@ -284,5 +285,5 @@ if __name__ == "__main__":
         for dim in passes_of_form:
             asked = OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)
             print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")
-    for dim in OPTIONS["bool"]:
-        print(f"bool D{dim}: {of_cudnn('bool', dim):.2f} of cuDNN's speed, at least 1.00")
+    for form, dim in COMPARED:
+        print(f"{form} D{dim}: {of_theirs(form, dim):.2f} of {THEIRS[form]}'s speed, at least 1.00")

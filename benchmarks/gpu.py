@@ -356,6 +356,8 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
         return {DENSE: floor} if floor else {}
     if case.form:
         return {DENSE: 0.95} if case.form == "packed" else {}
+    if case.dropout and on_hopper():
+        return {"FLASH": 1.0}
     if case.mask or which == "double backward":
         theirs = [name for name in ms if name not in (OURS, DETERMINISTIC)]
         return {min(theirs, key=lambda name: ms[name]): 1.0} if theirs else {}
@@ -365,7 +367,7 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
         wanted = {"FLASH": of_each, "CUDNN": of_each}
     elif which == "forward" and case.queries > 1 and case.head_dim in OF_CUDNN and on_hopper():
         wanted["CUDNN"] = OF_CUDNN[case.head_dim][case.queries > 4096]
-    elif which == "backward" and case.queries > 4096 and not case.dropout and on_hopper():
+    elif which == "backward" and case.queries > 4096 and on_hopper():
         wanted["CUDNN"] = BACKWARD_OF_CUDNN.get(case.head_dim, 0.0)
         if case.head_dim == 128:
             wanted[DETERMINISTIC] = 2.2

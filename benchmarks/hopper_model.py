@@ -98,8 +98,12 @@ OPTIONS = {
     # Masks, by Case.mask in common.py. Every tile shows some keys, and not all.
     "bool": {64: Shape(64, 2, 128, 772, 134), 128: Shape(128, 2, 128, 952, 188)},
     "grad": {64: Shape(64, 2, 128, 788, 134), 128: Shape(128, 2, 128, 900, 188)},
+    "dropout": {64: Shape(64, 2, 128, 1500, 120), 128: Shape(128, 2, 128, 1550, 168)},
 }
-MASKS = ("bool", "grad")
+NOT_CAUSAL = ("bool", "grad", "dropout")
+# Whose speed has to be reached, and the calls of them in the file of results.
+THEIRS = {"bool": "CUDNN", "dropout": "FLASH"}
+COMPARED = (("bool", 64), ("bool", 128), ("dropout", 64))
 
 
 class Call(NamedTuple):
@@ -234,19 +238,24 @@ def predictions(at_once: int | None = None) -> list[Prediction]:
 
 def of_plain(form: str, dim: int) -> float:
     """The part of the speed of the same call without an option that is left with it."""
-    call = Call(8, 2048 // dim, 2048, dim, form not in MASKS)
+    call = Call(8, 2048 // dim, 2048, dim, form not in NOT_CAUSAL)
     return seconds(call) / seconds(call, OPTIONS[form][dim])
 
 
-def of_cudnn(mask: str, dim: int) -> float:
-    """The part of the speed that cuDNN reached with a mask, in a file of results."""
-    ms = next(
-        r["ms"]["CUDNN"]
+def theirs(which: str, form: str, dim: int) -> float:
+    """How many seconds the other one took with a mask or dropout, in a file of results."""
+    return next(
+        r["ms"][THEIRS[form]] / 1e3
         for r in json.loads((RESULTS / BEFORE).read_text())["speed"]
-        if (r["pass"], r["dtype"], r["mask"]) == ("forward", "bf16", mask) and r["head_dim"] == dim
+        if (r["pass"], r["dtype"], r["head_dim"]) == (which, "bf16", dim)
+        and (r["dropout"] > 0 if form == "dropout" else r["mask"] == form)
     )
+
+
+def of_theirs(form: str, dim: int) -> float:
+    """The part of the speed that another reached with a mask or dropout."""
     call = Call(8, 2048 // dim, 2048, dim, False)
-    return ms / 1e3 / seconds(call, OPTIONS[mask][dim])
+    return theirs("forward", form, dim) / seconds(call, OPTIONS[form][dim])
 
 
 if __name__ == "__main__":
@@ -255,7 +264,7 @@ if __name__ == "__main__":
         print(prediction)
     for form, shapes in OPTIONS.items():
         for dim in shapes:
-            asked = OF_PLAIN[form, "forward"].get(dim, 0.0)
+            asked = OF_PLAIN.get((form, "forward"), {}).get(dim, 0.0)
             print(f"{form} D{dim}: {of_plain(form, dim):.2f} of plain, at least {asked:.2f}")
-    for dim in OPTIONS["bool"]:
-        print(f"bool D{dim}: {of_cudnn('bool', dim):.2f} of cuDNN's speed, at least 1.00")
+    for form, dim in COMPARED:
+        print(f"{form} D{dim}: {of_theirs(form, dim):.2f} of {THEIRS[form]}'s speed, at least 1.00")

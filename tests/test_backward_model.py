@@ -26,6 +26,7 @@ LIMITS = {
     "learned alibi": ", ALiBi",
     "softcap": ", cap",
     "bool": ", boolean mask",
+    "dropout": ", dropout",
 }
 
 
@@ -68,9 +69,9 @@ def test_part_of_plain(form: str, dim: int) -> None:
     assert model.of_plain(form, dim) >= OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)
 
 
-@pytest.mark.parametrize("dim", model.OPTIONS["bool"])
-def test_a_boolean_mask_is_as_fast_as_cudnn(dim: int) -> None:
-    assert model.of_cudnn("bool", dim) >= 1
+@pytest.mark.parametrize(("form", "dim"), model.COMPARED)
+def test_as_fast_as_others(form: str, dim: int) -> None:
+    assert model.of_theirs(form, dim) >= 1
 
 
 @pytest.mark.parametrize("of", [of for passes in model.PASSES.values() for of in passes])

@@ -388,6 +388,12 @@ HOPPER_LIMITS = {
     "forward, 128, mask": HopperLimit(
         "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::mask>", 16, 900, 224, 32, 188
     ),
+    "forward, 64, dropout": HopperLimit(
+        "ForwardWgmma<BFloat16, 64, 2, 128, 4, false, Extra::dropout>", 12, 1500, 224, 16, 120
+    ),
+    "forward, 128, dropout": HopperLimit(
+        "ForwardWgmma<BFloat16, 128, 2, 128, 2, false, Extra::dropout>", 16, 1550, 224, 32, 168
+    ),
 }
 
 
@@ -433,6 +439,7 @@ class GradientLimit(NamedTuple):
     copying: int  # instructions of the producer
     # How many read or write a register that is in memory: of the producer, of the consumer.
     in_memory: tuple[int, int] = (0, 0)
+    behind: int = 2  # exponentials that ptxas moves behind the wait for dP
 
 
 GRADIENT_LIMITS = {
@@ -622,6 +629,55 @@ GRADIENT_LIMITS = {
         641,
         (29, 7),
     ),
+    "grad_query, 64, dropout": GradientLimit(
+        "GradQueryWgmma<BFloat16, 64, 96, 4, Extra::dropout>",
+        14,
+        900,
+        270,
+        276,
+        48,
+        224,
+        12,
+        100,
+        behind=14,
+    ),
+    "grad_query, 128, dropout": GradientLimit(
+        "GradQueryWgmma<BFloat16, 128, 96, 2, Extra::dropout>",
+        22,
+        975,
+        198,
+        276,
+        48,
+        224,
+        24,
+        140,
+        (0, 20),
+        30,
+    ),
+    "grad_key and grad_value, 64, dropout": GradientLimit(
+        "GradKeyWgmma<BFloat16, 64, 96, 4, Extra::dropout>",
+        20,
+        850,
+        412,
+        234,
+        48,
+        224,
+        12,
+        304,
+        (0, 34),
+    ),
+    "grad_key and grad_value, 128, dropout": GradientLimit(
+        "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::dropout>",
+        24,
+        632,
+        282,
+        168,
+        32,
+        232,
+        16,
+        384,
+        (16, 18),
+    ),
 }
 
 
@@ -643,7 +699,7 @@ def test_instructions_of_a_tile_of_gradients_on_hopper(name: str) -> None:
     ]
     # Beside dP, or at least beside the sum that is under way in a block of rows.
     assert count(path, r"MUFU\.EX2") == limit.exponentials
-    assert count(parts[1], r"MUFU\.EX2") >= limit.exponentials - 2
+    assert count(parts[1], r"MUFU\.EX2") >= limit.exponentials - limit.behind
     # The producer's loop over tiles, which has another one of four copies if rows are anywhere. In
     # a block of keys a third one copies 32 rows of a mask.
     of_producer = [x for x in passes(kernel, ("LDGSTS",)) if count(x, "HGMMA") == 0]

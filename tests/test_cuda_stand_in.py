@@ -125,6 +125,11 @@ CALLS = {
     "rows that are not aligned": "L=100, D=68",
     "boolean mask": "L=100, attn_mask=torch.ones(100, 100).tril().bool()",
     "mask": "L=100, attn_mask=torch.zeros(100, 100).bfloat16()",
+    "mask, learned": "L=100, attn_mask=torch.zeros(1, 2, 100, 100).bfloat16().requires_grad_()",
+    "one mask, learned": "L=100, attn_mask=torch.zeros(100, 100).bfloat16().requires_grad_()",
+    "mask of keys, learned": "L=100, attn_mask=torch.zeros(1, 100).bfloat16().requires_grad_()",
+    "large cap and mask": "L=100, softcap=80.0, attn_mask=torch.ones(100, 100).bool()",
+    "ALiBi and mask": "L=100, alibi_slopes=torch.ones(2), attn_mask=torch.ones(100, 100).bool()",
     "float32 mask": "L=100, attn_mask=torch.zeros(100, 100)",
     "256, mask": "L=100, D=256, attn_mask=torch.ones(100, 100).bool()",
     "mask and dropout": "L=100, dropout_p=0.5, attn_mask=torch.ones(100, 100).bool()",
@@ -137,6 +142,10 @@ CALLS = {
     "cap and ALiBi, learned": "L=100, softcap=20.0, alibi_slopes=torch.ones(2).requires_grad_()",
     "cap and mask": "L=100, softcap=20.0, attn_mask=torch.ones(100, 100).bool()",
     "dropout": "L=100, dropout_p=0.5",
+    "dropout, padded": "L=100, D=72, V=104, dropout_p=0.5",
+    "dropout, 256": "L=100, D=256, dropout_p=0.5",
+    "dropout and cap": "L=100, dropout_p=0.5, softcap=20.0",
+    "dropout, invariant": "L=100, dropout_p=0.5, invariant=True",
     "negative scale": "L=100, scale=-0.1",
     "invariant": "L=100, invariant=True",
     "invariant, one row": "L=1, invariant=True",
@@ -183,8 +192,8 @@ ON_80 = {
     "8 bits, float32": SIMT, "8 bits, rows that are not aligned": SIMT,
 }  # fmt: skip
 NOT_ON_WGMMA = {
-    *ON_80, "17 rows", "one row, dropout", "few rows", "256, mask", "mask and dropout", "dropout",
-    "negative scale", "invariant, mask", "pages, rows that are not aligned",
+    *ON_80, "17 rows", "one row, dropout", "few rows", "256, mask", "mask and dropout",
+    "dropout, 256", "dropout and cap", "dropout, invariant", "negative scale", "invariant, mask", "pages, rows that are not aligned",
     "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
     "ALiBi, learned", "ALiBi, a scale that is no divisor", "cap and ALiBi, learned",
     "invariant, ALiBi",
@@ -248,12 +257,21 @@ GRADIENTS_ON_WGMMA = {
     *("64", "128, causal", "padded to 128", "float16", "many keys", "window", "sinks"),
     *("rows that are not aligned", "invariant", "invariant, many keys", "invariant, one row"),
     *("few rows, grouped", "cap", "a large cap", "ALiBi", "ALiBi, learned", "cap and ALiBi"),
-    *("invariant, cap", "invariant, ALiBi"),
+    *("invariant, cap", "invariant, ALiBi", "boolean mask", "mask", "cap and mask"),
+    *(
+        "dropout",
+        "dropout, padded",
+        "ALiBi and mask",
+        "mask, learned",
+        "one mask, learned",
+        "mask of keys, learned",
+    ),
 }
 GRADIENTS_ON_MMA = {
-    *("256", "17 rows", "few rows", "one row", "boolean mask", "mask", "cap and mask"),
-    *("dropout", "negative scale", "invariant, mask", "cap and ALiBi, learned"),
-    "ALiBi, a scale that is no divisor",
+    *("256", "17 rows", "few rows", "one row", "negative scale", "invariant, mask"),
+    *("mask and dropout", "dropout, 256", "dropout and cap", "dropout, invariant"),
+    *("cap and ALiBi, learned", "ALiBi, a scale that is no divisor", "large cap and mask"),
+    "256, mask",
 }
 GRADIENTS_ON_SIMT = {"float32", "float64", "head_dim beyond 256", "float32 mask"}
 
@@ -270,8 +288,12 @@ def test_which_kernels_gradients_take(library: Path, capability: int) -> None:
             expected = {"GradientSimt"}
         elif capability == 90 and name in GRADIENTS_ON_WGMMA:
             expected = {"GradQueryWgmma", "GradKeyWgmma"}
+            if name in ("mask, learned", "one mask, learned"):
+                expected.add("BackwardMma")  # of the mask
         else:
             expected = {"BackwardMma"}
+        if name == "mask of keys, learned":  # a gradient that is summed over rows
+            expected.add("GradientSimt")
         assert kernels == expected, f"{name}: {launches}"
 
 
@@ -340,10 +362,11 @@ torch.save([tests.weights_kept(*problem) for problem in tests.PROBLEMS], sys.arg
 PROBLEMS = list(itertools.product(DTYPES, (128, 133)))
 
 
-def test_dropout_is_that_of_the_cpu(library: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", [80, 90])
+def test_dropout_is_that_of_the_cpu(library: Path, tmp_path: Path, capability: int) -> None:
     """Given the state of a generator, both devices drop the same weights."""
     file = tmp_path / "kept"
-    run_python("-c", SAVE_KEPT, str(file), **environment(library, seed=1))
+    run_python("-c", SAVE_KEPT, str(file), **environment(library, 1, capability))
     for problem, kept in zip(PROBLEMS, torch.load(file), strict=True):
         expected = weights_kept(*problem)
         assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65

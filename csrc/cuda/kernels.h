@@ -49,13 +49,15 @@ constexpr int64_t kDecodeRows = 16;
 
 // The rows of a block and the keys of a tile of the forward on Hopper. Shared memory holds two stages of 80 keys with
 // head_dim 256, and of 64 keys with the larger ones of multi-head latent attention.
-constexpr int64_t forward_wgmma_rows(int64_t dim, bool masked) {
-  if (dim <= 64 && !masked) return 192;
+// beside_others: with a mask or dropout, which take registers.
+constexpr int64_t forward_wgmma_rows(int64_t dim, bool beside_others) {
+  if (dim <= 64 && !beside_others) return 192;
   return dim <= kMmaMaxDim ? 128 : 64;
 }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
 
-// The largest size of a head in the backward on Hopper, and in its forward with a mask, whose tiles need shared memory.
+// The largest size of a head in the backward on Hopper, and in its forward with a mask, whose
+// tiles need shared memory, and with dropout.
 constexpr int64_t kBackwardWgmmaDim = 128, kMaskedWgmmaDim = 128;
 
 // The largest sizes of multi-head latent attention, and the rows of a block on a GPU other than Hopper.

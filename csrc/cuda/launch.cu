@@ -135,36 +135,36 @@ static bool has_wgmma(const Gpu& gpu) {
 #endif
 }
 
-// Dropout, keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those
-// kernels cut into splits, but not within Problem::invariant, because a row's bits must not depend on how many rows
+// Keys of 8 bits and reads_numbers() take the kernels of all GPUs. So do few rows, whose keys those kernels cut into
+// splits, but not within Problem::invariant, because a row's bits must not depend on how many rows
 // there are. So do scores that fall as products grow, and slopes that cannot be divided by the scale or by the cap
 // (terms_left()).
 static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
   constexpr double kLeast = 1e-20;
   const bool divides = !p.alibi_slopes || (p.softcap > 0 ? p.softcap : p.scale) > kLeast;
-  return has_wgmma(gpu) && uses_mma(p) && !p.has_dropout && divides && ScoreFunction<float>::of(p).keeps_order() &&
+  return has_wgmma(gpu) && uses_mma(p) && divides && ScoreFunction<float>::of(p).keeps_order() &&
          !is_8_bit(p.key) && !reads_numbers(p) && (p.invariant || p.rows() > kFewRows);
 }
 
-// A mask of larger heads, pages or packed sequences takes the kernels of all GPUs, and therefore within
-// Problem::invariant every mask does.
-static bool takes_mask(const Problem& p) {
-  const bool fits =
-      larger(p.head_dim, p.value_dim) <= kMaskedWgmmaDim && !p.invariant && !p.paging.table && p.sequences == 0;
-  return !p.has_mask || fits;
+// A mask and dropout of larger heads or of pages take the kernels of all GPUs, and therefore within Problem::invariant
+// all of them do. So do a mask of packed sequences, and dropout beside another option.
+static bool takes_mask_and_dropout(const Problem& p) {
+  if (!p.has_mask && !p.has_dropout) return true;
+  const bool fits = larger(p.head_dim, p.value_dim) <= kMaskedWgmmaDim && !p.invariant && !p.paging.table;
+  return fits && (p.has_dropout ? !p.has_mask && !has_score_terms(p) : p.sequences == 0);
 }
 
 // Slopes that need a gradient need an output that is more exact than weights of 16 bits give.
 bool uses_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
-  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant)) && takes_mask(p);
+  return uses_wgmma(p, gpu) && !(p.alibi_slopes && (p.exact_residual || p.invariant)) && takes_mask_and_dropout(p);
 }
 
 // Larger heads, keys and values that different numbers of heads share, slopes that need a gradient beside a cap, and a
 // mask beside a cap that is large or has slopes beside it take the kernels of all GPUs.
 bool uses_backward_wgmma(const BackwardParams& p, const Gpu& gpu) {
   const bool takes_cap = !(p.grad_slopes && p.softcap > 0) && !(p.has_mask && cap_beside_slopes(p) == Cap::large);
-  return uses_wgmma(p, gpu) && takes_mask(p) && takes_cap &&
+  return uses_wgmma(p, gpu) && takes_mask_and_dropout(p) && takes_cap &&
          larger(p.head_dim, p.value_dim) <= kBackwardWgmmaDim && p.key_heads == p.value_heads;
 }
 
@@ -226,7 +226,7 @@ void plan_forward(ForwardParams& p, const Gpu& gpu) {
   const int64_t tile = on_hopper ? forward_wgmma_keys(dim) : kKeysPerTile;
   p.rows_per_task = decodes ? kDecodeRows : kSimtTile;
   if (on_hopper)
-    p.rows_per_task = forward_wgmma_rows(dim, p.has_mask);
+    p.rows_per_task = forward_wgmma_rows(dim, p.has_mask || p.has_dropout);
   else if (is_latent)
     p.rows_per_task = kLatentMmaRows;
   else if (uses_mma(p) && !decodes)

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -107,6 +109,33 @@ inline float host_float(uint16_t bits, bool is_half) {
   const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
                                    : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
   return bits >> 15 ? -size : size;
+}
+
+using Philox = std::array<uint32_t, 4>;
+
+// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011), apart from the kernels' own.
+inline Philox philox(Philox counter, std::array<uint32_t, 2> key) {
+  const auto high = [](uint64_t x) { return static_cast<uint32_t>(x >> 32); };
+  const auto low = [](uint64_t x) { return static_cast<uint32_t>(x); };
+  for (uint32_t round = 0; round < 10; ++round) {
+    const uint64_t first = uint64_t{0xD2511F53} * counter[0], second = uint64_t{0xCD9E8D57} * counter[2];
+    counter = {high(second) ^ counter[1] ^ (key[0] + round * 0x9E3779B9), low(second),
+               high(first) ^ counter[3] ^ (key[1] + round * 0xBB67AE85), low(first)};
+  }
+  return counter;
+}
+// Known answers of the authors' library, Random123.
+inline void check_philox() {
+  require(philox({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0}) ==
+              Philox{0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1},
+          "philox");
+}
+// Whether dropout with the state `rng` keeps a weight; see Problem::rng.
+inline bool keeps(Array<int64_t>& rng, uint64_t keep_below, int head, int query, int key) {
+  const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+  const auto words =
+      philox({word(key / 4), word(query), word(head % rng[2]), word(rng[1])}, {word(rng[0]), word(rng[0] >> 32)});
+  return words[static_cast<size_t>(key % 4)] < keep_below;
 }
 
 }  // namespace attn::cuda

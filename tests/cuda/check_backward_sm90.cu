@@ -25,8 +25,8 @@ Error launch_ordered(const BackwardParams& p, Stream stream) {
 template <class S, int kDim>
 void check_dim(DType dtype, double unit, double smallest) {
   check_all<S, kDim>(launch_ordered<S, kDim>, dtype, unit, smallest,
-                     {.rows_of_tile = backward_wgmma_rows(kDim, false),
-                      .rows_under_mask = backward_wgmma_rows(kDim, true),
+                     {.rows_of_tile = backward_wgmma_rows(kDim, Extra::none),
+                      .rows_under_mask = backward_wgmma_rows(kDim, Extra::mask),
                       .options = false});
 }
 

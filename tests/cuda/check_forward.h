@@ -93,6 +93,7 @@ struct Case {
   int mask_bytes = 0;            // of a number: 1, boolean; 2, as the query; 0: no mask. It hides a tile of keys wholly
   bool mask_is_of_rows = false;  // it has one number for all keys of a row, and hides none of them
   bool latent = false;           // values are the first numbers of the keys, in the same memory
+  bool dropout = false;          // of a quarter of the weights
   float value_scale = 1;         // of values of 8 bits, beside what makes them as small as others
 };
 
@@ -204,6 +205,16 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
     p.mask.dtype = c.mask_bytes == 1 ? DType::boolean : About<S>::dtype;
     if (c.mask_is_of_rows) p.mask.col = 0;
   }
+  Array<int64_t> rng(3);
+  rng[0] = 12345678901234, rng[1] = 7, rng[2] = c.heads > 1 ? c.heads - 1 : 1;
+  if (c.dropout) {
+    check_philox();
+    p.has_dropout = true;
+    p.rng.data = rng.data();
+    p.rng.col = 1;
+    p.keep_below = uint64_t{3} << 30;
+    p.keep_scale = 1 / 0.75;
+  }
   Array<uint8_t> mask_tiles(c.mask_bytes ? set_mask_tiles(p) : 0);
   p.mask_tiles.data = c.mask_bytes ? mask_tiles.data() : nullptr;
   // A pool [pages, heads, page, dim]: no sequence has the first page, and the others are in disorder.
@@ -276,8 +287,9 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         best = std::max(best, score);
         const double weight = std::exp(score);
         sum += weight;
+        if (c.dropout && !keeps(rng, p.keep_below, h, i, j)) continue;
         for (int d = 0; d < c.value_dim; ++d)
-          expected[d] += weight * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
+          expected[d] += weight * p.keep_scale * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
       }
       const int row = h * c.queries + i;
       if (c.splits == 1 || merges) {

@@ -12,7 +12,7 @@ template <class S, int kDim>
 void check(const Case& c) {
   const Gpu gpu{3, 90, nullptr};
   check_forward<S>(
-      c, forward_wgmma_rows(kDim, c.mask_bytes > 0), forward_wgmma_keys(kDim), false, [&](const ForwardParams& p) {
+      c, forward_wgmma_rows(kDim, c.mask_bytes > 0 || c.dropout), forward_wgmma_keys(kDim), false, [&](const ForwardParams& p) {
         return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu) : launch_forward_wgmma<S, kDim, false>(p, gpu);
       });
 }
@@ -113,6 +113,18 @@ int main() {
                      .mask_bytes = bytes});
   }
   check<BFloat16, 128>({.name = "mask of rows", .queries = 140, .keys = 300, .mask_bytes = 2, .mask_is_of_rows = true});
+  check<BFloat16, 128>({.name = "dropout", .heads = 3, .queries = 200, .keys = 300, .right = 0, .dropout = true});
+  check<Half, 64>({.name = "64, dropout, grouped",
+                   .heads = 4,
+                   .group = 2,
+                   .queries = 200,
+                   .keys = 391,
+                   .dim = 64,
+                   .value_dim = 64,
+                   .left = 300,
+                   .offset = 130,
+                   .has_sinks = true,
+                   .dropout = true});
   check<BFloat16, 128>({.name = "splits", .queries = 130, .keys = 400, .splits = 2});
   check<BFloat16, 64>({.name = "pages, 64", .keys = 300, .dim = 64, .value_dim = 64, .in_use = 250, .page = 16});
   check<BFloat16, 128>({.name = "pages, 128", .keys = 300, .in_use = 290, .page = 16});

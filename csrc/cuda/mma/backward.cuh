@@ -544,7 +544,11 @@ struct BackwardMma {
     if constexpr (kGeneral)
       if (p.has_dropout)
         Fragments::dropout_mask(
-            kept, own(), shared.dropout, rows.rows, [&](int i) { return rows.of_row[i].head_number; }, key);
+            kept, own(), shared.dropout,
+            [&](int i, int) {
+              return DropoutRow{static_cast<uint32_t>(rows.rows.position[i]), rows.of_row[i].head_number};
+            },
+            key);
     if constexpr (kSumsValue)
       add_weighted<kTiles, Factor::as_it_is>(of_weights, other.dp, [&](int t, int n, int half, int c) {
         const float weight = x[t][n][2 * half + c];

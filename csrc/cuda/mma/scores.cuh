@@ -197,12 +197,12 @@ struct ScoresMma {
     }
   }
 
-  // Sets a bit of `kept` to 1 if dropout keeps the weight of this bit, else to 0. head_number(i) returns
-  // Dropout::head() of row i's head. kAtOnce: how many of dropout's counters a thread computes side by side. More
+  // Sets a bit of `kept` to 1 if dropout keeps the weight of this bit, else to 0. row_of(i, half) returns row i; `half`
+  // is 0 with kOwnsKeys. kAtOnce: how many of dropout's counters a thread computes side by side. More
   // counters take more registers, so kAtOnce is 1 where registers are fewest.
-  template <int kAtOnce = kFragments / 2, class Rows, class HeadNumber>
-  static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, const Rows& rows,
-                                                      HeadNumber head_number, int64_t key) {
+  template <int kAtOnce = kFragments / 2, class RowOf>
+  static __device__ __forceinline__ void dropout_mask(Kept& kept, int own, const Dropout& dropout, RowOf row_of,
+                                                      int64_t key) {
     const MmaThread thread;
     kept[0] = kept[1] = 0;
     if constexpr (kOwnsKeys) {
@@ -214,7 +214,7 @@ struct ScoresMma {
 #pragma unroll kAtOnce
       for (int n = 0; n < kFragments; ++n) {
         const int i = thread.col(n) + mine % 2;
-        uint32_t bits = dropout.kept(quad, rows.position[i], head_number(i)) << 4 * mine;
+        uint32_t bits = dropout.kept(quad, row_of(i, 0)) << 4 * mine;
         bits |= __shfl_xor_sync(~0u, bits, 4);
         bits |= __shfl_xor_sync(~0u, bits, 8);
         bits >>= thread.group % 4;
@@ -232,7 +232,7 @@ struct ScoresMma {
         for (int n = 0; n < kFragments; n += 2) {
           const int mine = n + thread.place % 2;
           const unsigned of_mine =
-              dropout.kept<kUnrolledRounds>((key + 8 * mine) / 4 + thread.place / 2, rows.position[i], head_number(i));
+              dropout.kept<kUnrolledRounds>((key + 8 * mine) / 4 + thread.place / 2, row_of(i, half));
           const unsigned of_other = __shfl_xor_sync(~0u, of_mine, 1);
 #pragma unroll
           for (int m = 0; m < 2; ++m) {

@@ -85,9 +85,15 @@ __device__ inline void write_statistics(const ForwardParams& p, const Row& row, 
   static_cast<T*>(p.row_logsumexp)[r] = largest == infinity<T>() ? largest : logsumexp.high + logsumexp.low;
 }
 
+// What dropout's counters have of a row.
+struct DropoutRow {
+  uint32_t position, head;
+};
+
 // Dropout's decisions, in shared memory; see Problem::rng.
 struct Dropout {
-  uint64_t keep_below;
+  uint32_t keep_below;
+  bool keeps_all;
   uint64_t period;
   uint32_t key[2];
   uint32_t offset;
@@ -100,7 +106,8 @@ struct Dropout {
     offset = static_cast<uint32_t>(state[p.rng.col]);
     const int64_t given = state[2 * p.rng.col];
     period = static_cast<uint64_t>(given > 1 ? given : 1);
-    keep_below = p.keep_below;
+    keep_below = static_cast<uint32_t>(p.keep_below);
+    keeps_all = p.keep_below >> 32 != 0;
   }
 
   // The head's number in dropout's counters.
@@ -108,26 +115,36 @@ struct Dropout {
     return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
   }
 
-  // Returns bits: bit w says whether key 4 * quad + w is kept. The random numbers come from Philox4x32-10 (Salmon et
-  // al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of Philox's ten rounds are unrolled
-  // at once. More rounds take more registers.
-  template <int kUnrolled = 10>
-  __device__ inline unsigned kept(int64_t quad, int64_t position, uint32_t head_number) const {
-    uint32_t c[4] = {static_cast<uint32_t>(quad), static_cast<uint32_t>(position), head_number, offset};
+  __device__ __forceinline__ DropoutRow row(const Problem& p, int64_t n, int64_t h, int64_t position) const {
+    return {static_cast<uint32_t>(position), head(p, n, h)};
+  }
+
+  // Calls f(w, whether key 4 * quad + w is kept) for w from 0 to 3. The random numbers come from Philox4x32-10 (Salmon
+  // et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). kUnrolled: how many of Philox's ten rounds are
+  // unrolled at once. More rounds take more registers.
+  template <int kUnrolled, class F>
+  __device__ __forceinline__ void each_of_quad(uint32_t quad, DropoutRow row, F f) const {
+    uint32_t c[4] = {quad, row.position, row.head, offset};
     uint32_t key0 = key[0], key1 = key[1];
 #pragma unroll kUnrolled
     for (int round = 0; round < 10; ++round) {
-      const uint32_t a_high = __umulhi(c[0], 0xd2511f53u), a_low = c[0] * 0xd2511f53u;
-      const uint32_t b_high = __umulhi(c[2], 0xcd9e8d57u), b_low = c[2] * 0xcd9e8d57u;
-      c[0] = b_high ^ c[1] ^ key0;
-      c[1] = b_low;
-      c[2] = a_high ^ c[3] ^ key1;
-      c[3] = a_low;
+      const uint64_t a = uint64_t{c[0]} * 0xd2511f53u, b = uint64_t{c[2]} * 0xcd9e8d57u;  // an instruction each
+      c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ key0;
+      c[1] = static_cast<uint32_t>(b);
+      c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ key1;
+      c[3] = static_cast<uint32_t>(a);
       key0 += 0x9e3779b9u;
       key1 += 0xbb67ae85u;
     }
+#pragma unroll
+    for (int w = 0; w < 4; ++w) f(w, (c[w] < keep_below) | keeps_all);
+  }
+  // Returns bits: bit w says whether key 4 * quad + w is kept.
+  template <int kUnrolled = 10>
+  __device__ __forceinline__ unsigned kept(int64_t quad, DropoutRow row) const {
     unsigned bits = 0;
-    for (int w = 0; w < 4; ++w) bits |= static_cast<unsigned>(c[w] < keep_below) << w;
+    each_of_quad<kUnrolled>(static_cast<uint32_t>(quad), row,
+                            [&](int w, bool is_kept) { bits |= static_cast<unsigned>(is_kept) << w; });
     return bits;
   }
 };

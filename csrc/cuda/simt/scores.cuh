@@ -327,7 +327,8 @@ struct ScoresSimt {
       for (int b = 0; b < kKeys; b += 4) {
         const int row = row_of(thread, a);
         const uint32_t four = shared_scores.dropout.kept(
-            (key + key_of(thread, b)) / 4, shared_scores.rows.position[row], shared_scores.head_number[row]);
+            (key + key_of(thread, b)) / 4,
+            {static_cast<uint32_t>(shared_scores.rows.position[row]), shared_scores.head_number[row]});
         bits |= four << (a * kKeys + b);
       }
     return bits;

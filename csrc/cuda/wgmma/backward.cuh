@@ -16,10 +16,14 @@
 
 namespace attn::cuda {
 
-// Blocks of 128 rows sum dQ over tiles of so many keys. Blocks of 128 keys sum dK and dV over tiles of so many rows.
-// With a mask, tiles begin where a tile of the mask does.
-constexpr int backward_wgmma_keys(int dim, bool masked) { return masked && dim > 64 ? 64 : dim <= 64 ? 128 : 96; }
-constexpr int backward_wgmma_rows(int dim, bool masked) { return masked || dim > 64 ? 64 : 96; }
+// Blocks of 128 rows sum dQ over tiles of so many keys: as many as registers hold. With a mask, tiles begin where a tile
+// of the mask does.
+constexpr int backward_wgmma_keys(int dim, Extra extra) {
+  if (extra == Extra::mask && dim > 64) return 64;
+  return dim <= 64 && extra != Extra::dropout ? 128 : 96;
+}
+// Blocks of 128 keys sum dK and dV over tiles of so many rows.
+constexpr int backward_wgmma_rows(int dim, Extra extra) { return extra == Extra::mask || dim > 64 ? 64 : 96; }
 
 // Whether a tile is finite, whose products with others are `x`. A number of the tile that is not finite makes all its
 // products so. Therefore all warps of the block find the same answer, though each of them has products of its own.
@@ -125,15 +129,16 @@ template <class S, int kDim, int kKeys, int kStages, Extra kExtra, int kConsumer
 using GradQueryTasks =
     RowTasks<BackwardTaskParams, S,
              std::conditional_t<kExtra == Extra::mask, WithMask<Tiles, S, kConsumers, kKeys, kStages>, Tiles>,
-             kConsumers, 64 * kConsumers, kKeys, kStages, 4 * kConsumers, kGroupThreads / 2>;
+             kConsumers, 64 * kConsumers, kKeys, kStages, 4 * kConsumers, kGroupThreads / 2, kExtra>;
 
 template <class S, int kDim, int kKeys, int kStages, Extra kExtra = Extra::none>
 struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  static constexpr bool kHasTerms = kExtra != Extra::none;
+  static constexpr bool kHasTerms = takes_terms(kExtra), kDrops = kExtra == Extra::dropout;
   using Tasks = GradQueryTasks<S, kDim, kKeys, kStages, kExtra>;
   using Tasks::kMasked, Tasks::kRows, Tasks::p, Tasks::shared;
   using typename Tasks::Hiding, typename Tasks::Operands, typename Tasks::Work;
+  using Fragments = ScoresMma<S, kKeys / 8, false>;
   using Scores = float[kKeys / 8][4];
   using Packed = uint32_t[kKeys / 16][4];
 
@@ -166,7 +171,8 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
     float slope;
     Pair<float> shift[2];
     float delta[2];
-    std::conditional_t<kHasTerms, RowSlopes, Nothing> slopes;
+    typename Tasks::RowOptions options;
+    typename Fragments::Kept kept;  // by dropout
     float (&of_slopes)[2];  // the sums of the slopes' gradient
     Scores x, dx;           // products of Q and K, of G and V; then weights, dS
 
@@ -175,7 +181,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
         : Hiding(work, own),
           p(p),
           slope(exponent_slope(p)),
-          slopes(Tasks::template slopes_of<kHasTerms>(p, work, own)),
+          options(Tasks::row_options(p, work, own)),
           of_slopes(of_slopes) {
       const double per_score = exponent_per_score(p);
 #pragma unroll
@@ -227,7 +233,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& number = x[n][2 * half + c];
-        const float y = tanh(number), sum = kSlopes ? slopes.add(y, n, 2 * half + c, key) : y;
+        const float y = tanh(number), sum = kSlopes ? options.add(y, n, 2 * half + c, key) : y;
         const float weight =
             exp2_approx(exponent_under_mask<S, kReads>(sum, slope, terms_left(p), shift[half], two, c));
         number = kCap == Cap::none ? weight : weight * cap_slope(y);
@@ -265,10 +271,15 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
     // Turns dx into dS.
     __device__ __forceinline__ void make_ds(const ShownTile& shown) {
       const int tile = shown.tile;
+      const float keep_scale = static_cast<float>(p.keep_scale);
 #pragma unroll
-      for (auto& four : dx)
+      for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] -= delta[i / 2];
+        for (int i = 0; i < 4; ++i)
+          if constexpr (kDrops)
+            dx[n][i] = fmaf(dx[n][i], kept[i / 2] >> (2 * n + i % 2) & 1 ? keep_scale : 0, -delta[i / 2]);
+          else
+            dx[n][i] -= delta[i / 2];
       turn_into_ds(dx, x, this->hides(tile) || (kMasked && shown.changes && !clears_hidden(p)));
       if constexpr (kHasTerms)
         // The number of the tile is read again, so that no distance stays in a register from weigh() on.
@@ -280,11 +291,16 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          of_slopes[i / 2] = fmaf(dx[n][i], Alibi<float>::by_slope(slopes.distance(n, i, key)), of_slopes[i / 2]);
+          of_slopes[i / 2] = fmaf(dx[n][i], Alibi<float>::by_slope(options.distance(n, i, key)), of_slopes[i / 2]);
     }
   };
 
-  __device__ __forceinline__ void start(ScoreGradients& s, int consumer, const Ring<kStages>& stage) {
+  __device__ __forceinline__ void start(ScoreGradients& s, const ShownTile& shown, int consumer,
+                                        const Ring<kStages>& stage) {
+    if constexpr (kDrops)  // before products take registers
+      Fragments::dropout_mask(
+          s.kept, 0, s.options.dropout, [&](int, int half) { return s.options.rows[half]; },
+          s.work.task.first_key + int64_t{shown.tile} * kKeys);
     start_dots(s.x, shared.query, 64 * consumer, shared.key[stage.stage]);
     wait(shared.values.full[stage.stage], stage.parity);
     start_dots(s.dx, shared.grad_output, 64 * consumer, shared.value[stage.stage]);
@@ -328,14 +344,14 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
       if constexpr (kMasked) Tasks::find_mask(work, consumer);
       wait(shared.queries.full[0], place.queries.parity);
       if (Tasks::next_tile(shown, tiles, consumer, stage)) {
-        start(s, consumer, stage);
+        start(s, shown, consumer, stage);
         compute<0>(s, shown, consumer, stage);
         pack(ds, s, shown, consumer);
         Ring<kStages> before = stage;
         stage = stage.after();
 #pragma unroll 1
         for (; Tasks::next_tile(shown, tiles, consumer, stage); stage = stage.after()) {
-          start(s, consumer, stage);
+          start(s, shown, consumer, stage);
           start_weighted(sum, ds, shared.key[before.stage]);
           compute<1>(s, shown, consumer, stage);
           keep_beside_products();
@@ -380,6 +396,7 @@ template <int kKeys>
 struct KeyWork {
   Task task;  // the batch entry, the head and its keys
   int keys;
+  Dropout dropout;   // if there is dropout
   int64_t rows;      // of the heads that read these keys
   Range rows_seen;   // positions
   double per_score;  // see exponent_per_score()
@@ -390,6 +407,7 @@ struct KeyWork {
     keys = static_cast<int>(larger(0, task.last_key - task.first_key));
     rows = task.rows_of_group(p);
     per_score = exponent_per_score(p);
+    if (p.has_dropout) dropout.set(p, task.n);
     rows_seen = keys > 0 ? visible_rows(task.sequence, {task.first_key, task.last_key}) : Range{};
   }
 };
@@ -400,7 +418,8 @@ struct SeeingRows {
   alignas(16) Pair<float> shift[kRows];
   alignas(8) float delta[kRows];
   TileRange seen[kRows];  // of the task's keys; none for a row that is not there
-  BackwardSlope alibi[kExtra == Extra::none ? 1 : kRows];  // see RowSlopes
+  BackwardSlope alibi[takes_terms(kExtra) ? kRows : 1];  // see RowSlopes
+  DropoutRow dropout[kExtra == Extra::dropout ? kRows : 1];
   bool is_over;  // the task has no more tiles, and nothing else is set
   bool hides;    // some row does not see some key, whatever the mask says
   bool changes;  // if there is a mask, see ShownTile
@@ -435,13 +454,15 @@ using GradKeyTasks =
 template <class S, int kDim, int kRows, int kStages, Extra kExtra = Extra::none>
 struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   static constexpr int kProducerRegisters = kDim <= 64 ? 56 : 40, kConsumerRegisters = kDim <= 64 ? 224 : 232;
-  static constexpr bool kHasTerms = kExtra != Extra::none, kMasked = kExtra == Extra::mask;
+  static constexpr bool kHasTerms = takes_terms(kExtra), kMasked = kExtra == Extra::mask,
+                        kDrops = kExtra == Extra::dropout;
   using Rows = SeeingRows<kRows, kExtra>;
   using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kExtra>;
   using Tasks::kCopying, Tasks::p, Tasks::shared;
   static constexpr int kKeys = Tasks::kConsumerThreads / 2;  // a warpgroup owns 64
   using Work = KeyWork<kKeys>;
   using Operands = TaskOperands<BackwardTaskParams>;
+  using Fragments = ScoresMma<S, kRows / 8, true>;
   using Scores = float[kRows / 8][4];
   using Sum = float[kDim / 8][4];
   using Packed = uint32_t[kRows / 16][4];
@@ -578,6 +599,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
       to.delta[i] = static_cast<const float*>(p.delta)[number];
       const Range seen = visible_keys(task.sequence, {row.position, row.position + 1});
       to.seen[i] = TileRange(i < count ? seen : Range{0, 0}, task.first_key);
+      if constexpr (kDrops) to.dropout[i] = work.dropout.row(p, task.n, row.head, row.position);
       if constexpr (kHasTerms) {
         const float slope = p.alibi_slopes ? static_cast<const float*>(p.alibi_slopes)[head_number(p, row)] : 0;
         to.alibi[i] = {slope / terms_left(p), static_cast<float>(row.position + task.sequence.offset - task.first_key)};
@@ -597,7 +619,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
       for (;; stage = stage.after()) {
         wait(shared.queries.full[stage.stage], stage.parity);
         if (uniform(shared.rows[stage.stage].is_over)) break;
-        add_tile(of_ds, of_weights, consumer, stage);
+        add_tile(work, of_ds, of_weights, consumer, stage);
       }
       wait(shared.grad_outputs.full[stage.stage], stage.parity);
       __syncwarp();  // all lanes have read that it is over
@@ -611,13 +633,19 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     write(work, p.grad_value, Operands::kGradValue, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  __device__ __forceinline__ void add_tile(Sum& of_ds, Sum& of_weights, int consumer, const Ring<kStages>& stage) {
+  __device__ __forceinline__ void add_tile(const Work& work, Sum& of_ds, Sum& of_weights, int consumer,
+                                           const Ring<kStages>& stage) {
     const Rows& rows = shared.rows[stage.stage];
     auto &query = shared.query[stage.stage], &grad_output = shared.grad_output[stage.stage];
     Scores x, dx;
     Packed weights, ds;
     [[maybe_unused]] Packed shown;  // see clears_hidden()
     const MmaThread thread;
+    [[maybe_unused]] typename Fragments::Kept kept;  // by dropout
+    if constexpr (kDrops)  // before products take registers
+      Fragments::template dropout_mask<kRows / 8>(
+          kept, 16 * thread.warp, work.dropout, [&](int i, int) { return rows.dropout[i]; }, work.task.first_key);
+    const auto keeps = [&](int n, int i) { return kept[i / 2] >> (2 * n + i % 2) & 1; };
     start_dots(x, shared.key, 64 * consumer, query);
     wait(shared.grad_outputs.full[stage.stage], stage.parity);
     start_dots(dx, shared.value, 64 * consumer, grad_output);
@@ -636,16 +664,29 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
         weigh<Cap::large>(x, weights, rows, hides);
     } else {
       weigh(x, rows, hides);
-      pack_all<S>(weights, x);
+      if constexpr (kDrops)
+#pragma unroll
+        for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            weights[n / 2][2 * (n % 2) + half] = pack<S>(keeps(n, 2 * half) ? x[n][2 * half] : 0,
+                                                         keeps(n, 2 * half + 1) ? x[n][2 * half + 1] : 0);
+      else
+        pack_all<S>(weights, x);
     }
     keep_beside_products();
     wait_for_products<0>(dx);
     start_weighted(of_weights, weights, grad_output);
+    const float keep_scale = static_cast<float>(p.keep_scale);
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const float delta[2] = {rows.delta[thread.col(n)], rows.delta[thread.col(n) + 1]};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) dx[n][i] -= delta[i % 2];
+      for (int i = 0; i < 4; ++i)
+        if constexpr (kDrops)
+          dx[n][i] = fmaf(dx[n][i], keeps(n, i) ? keep_scale : 0, -delta[i % 2]);
+        else
+          dx[n][i] -= delta[i % 2];
     }
     const bool clears = kMasked && changes && clears_hidden(p);
     turn_into_ds(dx, x, hides || (changes && !clears));
@@ -794,10 +835,9 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     return launch_persistent<Kernel>(p, gpu);
   };
   const auto run = [&]<Extra kExtra>() -> Error {
-    constexpr bool kMasked = kExtra == Extra::mask;
     constexpr int kStages = kDim <= 64 ? 4 : 2;
-    using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim, kMasked), kStages, kExtra>;
-    using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim, kMasked), kStages, kExtra>;
+    using OfQuery = GradQueryWgmma<S, kDim, backward_wgmma_keys(kDim, kExtra), kStages, kExtra>;
+    using OfKeys = GradKeyWgmma<S, kDim, backward_wgmma_rows(kDim, kExtra), kStages, kExtra>;
     if (p.grad_query.data || p.grad_slopes)
       if (Error error = launch.template operator()<OfQuery>(order_of_rows(p, OfQuery::kRows))) return error;
     if (!p.grad_key.data && !p.grad_value.data) return nullptr;
@@ -807,6 +847,7 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     if (Error error = launch_blocks<LookAtMask<S, BackwardTaskParams>>(p, gpu.stream)) return error;
     return run.template operator()<Extra::mask>();
   }
+  if (p.has_dropout) return run.template operator()<Extra::dropout>();
   return has_score_terms(p) ? run.template operator()<Extra::terms>() : run.template operator()<Extra::none>();
 }
 

@@ -102,7 +102,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
         wait_for_products<0>(x[0]);
         arrive_once(shared.keys.empty[stage.stage]);
         weigh(w, shown, consumer);
-        pack_all<S>(weights, x[0]);
+        pack(weights, w, shown);
         Ring<kStages> before = stage;
         stage = stage.after();
 #pragma unroll 1
@@ -118,7 +118,7 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
           keep_beside_products();
           wait_for_products<0>(output[0]);
           arrive_once(shared.values.empty[before.stage]);
-          pack_all<S>(weights, x[0]);
+          pack(weights, w, shown);
 #pragma unroll
           for (int n = 0; n < kDim / 8; ++n)
 #pragma unroll
@@ -141,6 +141,11 @@ struct ForwardWgmma : ForwardTasks<S, TilesOfForward<S, kConsumers, kDim, kKeys,
   __device__ __forceinline__ void weigh(Weighing& w, const ShownTile& shown, int consumer) {
     if constexpr (kMasked) make_scores(w, shown, consumer);
     w.weigh(shown.tile);
+  }
+
+  __device__ __forceinline__ void pack(Weights& weights, const Weighing& w, const ShownTile& shown) {
+    pack_all<S>(weights, w.x[0]);
+    if constexpr (kExtra == Extra::dropout) w.drop(weights, shown.tile);
   }
 
   // --- with a mask ---
@@ -178,12 +183,15 @@ template <class S, int kDim, bool kPaged>
 Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   constexpr int kRows = forward_wgmma_rows(kDim, false), kKeys = forward_wgmma_keys(kDim), kStages = kDim <= 64 ? 4 : 2;
   if (Error error = clear_counters(p.counters, 1, gpu.stream)) return error;
-  if constexpr (!kPaged && kDim <= kMaskedWgmmaDim)
+  if constexpr (!kPaged && kDim <= kMaskedWgmmaDim) {
+    constexpr int kConsumers = forward_wgmma_rows(kDim, true) / 64;
     if (p.has_mask) {
       if (Error error = launch_blocks<LookAtMask<S, ForwardParams>>(p, gpu.stream)) return error;
-      constexpr int kMaskedRows = forward_wgmma_rows(kDim, true);
-      return launch_persistent<ForwardWgmma<S, kDim, kMaskedRows / 64, kKeys, kStages, false, Extra::mask>>(p, gpu);
+      return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, false, Extra::mask>>(p, gpu);
     }
+    if (p.has_dropout)
+      return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, false, Extra::dropout>>(p, gpu);
+  }
   if (has_score_terms(p))
     return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged, Extra::terms>>(p, gpu);
   return launch_persistent<ForwardWgmma<S, kDim, kRows / 64, kKeys, kStages, kPaged>>(p, gpu);

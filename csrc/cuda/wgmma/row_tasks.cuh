@@ -9,11 +9,12 @@ namespace attn::cuda {
 
 // A task of kRows rows and its tiles of kKeys keys. Every row sees all keys of the tiles from first_seen to last_seen -
 // 1.
-template <class Params, int kRows, int kKeys, bool kMasked>
+template <class Params, int kRows, int kKeys, Extra kExtra>
 struct RowWork {
   Task task;
   int tiles, first_seen, last_seen;
-  std::conditional_t<kMasked, Row, Nothing> first, last;  // of its rows
+  std::conditional_t<kExtra == Extra::mask, Row, Nothing> first, last;  // of its rows
+  std::conditional_t<kExtra == Extra::dropout, Dropout, Nothing> dropout;
   Begins<Params> begins;
 
   __device__ __forceinline__ void set(const Params& p, int64_t number) {
@@ -22,7 +23,8 @@ struct RowWork {
     tiles = static_cast<int>(divide_up(keys, kKeys));
     first_seen = last_seen = 0;
     if (tiles == 0) return;
-    if constexpr (kMasked) {
+    if constexpr (kExtra == Extra::dropout) dropout.set(p, task.n);
+    if constexpr (kExtra == Extra::mask) {
       first = task.row_at();
       last = task.row_at(task.rows - 1);
     }
@@ -31,9 +33,6 @@ struct RowWork {
     last_seen = static_cast<int>(smaller(keys, larger(0, seen.last - task.first_key)) / kKeys);
   }
 };
-
-template <class Tiles>
-constexpr bool has_mask = requires(Tiles& tiles) { tiles.shown; };
 
 // Tiles of the kernels below: `Tiles`, and the barriers of the rows and of two rings of kStages tiles each, which the
 // producer fills side by side. kReaders warps say that a tile has been read, and that the rows have been read.
@@ -77,13 +76,29 @@ struct RowSlopes {
   }
 };
 
-// S: the type of query, key, value. See RowWork, RowTiles and TasksWgmma.
+// What dropout needs of a thread's two rows.
+struct OwnDropout {
+  const Dropout& dropout;  // of the task
+  DropoutRow rows[2];
+
+  // row_at(half) returns a row.
+  template <class RowAt>
+  __device__ __forceinline__ OwnDropout(const Problem& p, const Dropout& dropout, RowAt row_at) : dropout(dropout) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row row = row_at(half);
+      rows[half] = dropout.row(p, row.n, row.head, row.position);
+    }
+  }
+};
+
+// S: the type of query, key, value. With a mask, Tiles have WithMask. See RowWork, RowTiles and TasksWgmma.
 template <class Params, class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders,
-          int kFilling>
-struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<Tiles>>,
+          int kFilling, Extra kExtra>
+struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, kExtra>,
                              RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers> {
-  static constexpr bool kMasked = has_mask<Tiles>;
-  using Work = RowWork<Params, kTaskRows, kKeys, kMasked>;
+  static constexpr bool kMasked = kExtra == Extra::mask;
+  using Work = RowWork<Params, kTaskRows, kKeys, kExtra>;
   using Tasks = TasksWgmma<Params, Work, RowTiles<Tiles, kStages, kReaders, kFilling>, kConsumers>;
   using Tasks::kCopying, Tasks::p, Tasks::shared;
   using Operands = TaskOperands<Params>;
@@ -228,14 +243,18 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
     return task.row_at(RowTile<kRows>::last_repeated(i, task.rows));
   }
 
-  // The slopes of the rows of a thread in a warp whose first row is `own`, if there may be slopes.
-  template <bool kThere>
-  static __device__ __forceinline__ auto slopes_of(const Problem& p, const Work& work, int own) {
-    if constexpr (kThere)
-      return RowSlopes(p, work.task, [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); });
+  // What an option needs of the rows of a thread, in a warp whose first row is `own`: their slopes, if there may be
+  // some, or their counters of dropout.
+  static __device__ __forceinline__ auto row_options(const Problem& p, const Work& work, int own) {
+    const auto row_at = [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); };
+    if constexpr (takes_terms(kExtra))
+      return RowSlopes(p, work.task, row_at);
+    else if constexpr (kExtra == Extra::dropout)
+      return OwnDropout(p, work.dropout, row_at);
     else
       return Nothing{};
   }
+  using RowOptions = decltype(row_options(std::declval<const Problem&>(), std::declval<const Work&>(), 0));
 
   // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
   __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
@@ -319,12 +338,13 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, has_mask<
 // The forwards, dense and latent.
 template <class S, class Tiles, int kConsumers, int kTaskRows, int kKeys, int kStages, int kReaders, int kFilling,
           Extra kExtra = Extra::none>
-struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling> {
-  using Rows = RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling>;
+struct ForwardTasks
+    : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling, kExtra> {
+  using Rows = RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, kKeys, kStages, kReaders, kFilling, kExtra>;
   using Rows::p;
   using typename Rows::Hiding, typename Rows::Operands, typename Rows::Work;
 
-  static constexpr bool kHasTerms = kExtra != Extra::none;
+  static constexpr bool kHasTerms = takes_terms(kExtra);
   using Softmax = OnlineSoftmax<1, kKeys / 8, kHasTerms>;
   // Whether numbers are left that are scores but for terms_left(). Masks of numbers are added to scores, because a mask
   // may hold the least number of its dtype, which divided by terms_left() would be -inf and hide keys.
@@ -339,12 +359,12 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
   // The softmax of a thread's two rows.
   struct Weighing : Hiding {
     Softmax softmax;
-    std::conditional_t<kHasTerms, RowSlopes, Nothing> slopes;
+    typename Rows::RowOptions options;
     float best[2] = {-infinity<float>(), -infinity<float>()}, sum[2] = {}, factor[2];
     float x[1][kKeys / 8][4];  // the products of a tile, then its weights
 
     __device__ __forceinline__ Weighing(const ForwardParams& p, const Work& work, int own)
-        : Hiding(work, own), softmax(softmax_of(p)), slopes(Rows::template slopes_of<kHasTerms>(p, work, own)) {}
+        : Hiding(work, own), softmax(softmax_of(p)), options(Rows::row_options(p, work, own)) {}
 
     // Turns the products of a tile into weights. With a mask x already holds scores.
     __device__ __forceinline__ void weigh(int tile) {
@@ -377,7 +397,27 @@ struct ForwardTasks : RowTasks<ForwardParams, S, Tiles, kConsumers, kTaskRows, k
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) x[0][n][i] = slopes.add(x[0][n][i], n, i, key);
+          for (int i = 0; i < 4; ++i) x[0][n][i] = options.add(x[0][n][i], n, i, key);
+    }
+    // Clears packed weights of a tile that dropout does not keep. Two neighbouring lanes hold the four keys of one of
+    // its counters. The lane with an even place computes those of even fragments, the other one those of odd ones, and
+    // each gives the other its half.
+    __device__ __forceinline__ void drop(uint32_t (&weights)[kKeys / 16][4], int tile) const {
+      const MmaThread thread;
+      const bool odd = thread.place % 2;
+      const auto first = static_cast<uint32_t>(this->work.task.first_key / 4 + int64_t{tile} * (kKeys / 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int k = 0; k < kKeys / 16; ++k) {
+          uint32_t kept[2] = {};  // of two keys each
+          options.dropout.template each_of_quad<10>(
+              first + 4 * k + 2 * odd + thread.place / 2, options.rows[half],
+              [&](int w, bool is_kept) { kept[w / 2] |= is_kept ? 0xffffu << 16 * (w % 2) : 0; });
+          const uint32_t own = odd ? kept[1] : kept[0], others = __shfl_xor_sync(~0u, odd ? kept[0] : kept[1], 1);
+          weights[k][half] &= odd ? others : own;
+          weights[k][2 + half] &= odd ? own : others;
+        }
     }
     // Adds the sums of the four lanes of a row.
     __device__ __forceinline__ void add_lanes() {

@@ -9,8 +9,9 @@
 
 namespace attn::cuda {
 
-// What is done to products beside scaling them: nothing; a cap and ALiBi; these and a mask.
-enum class Extra { none, terms, mask };
+// What is done to products beside scaling them: nothing; a cap and ALiBi; these and a mask; dropout alone.
+enum class Extra { none, terms, mask, dropout };
+constexpr bool takes_terms(Extra extra) { return extra == Extra::terms || extra == Extra::mask; }
 
 // The operands of which a task has to know where its batch entry begins.
 template <class Params>
