@@ -21,7 +21,16 @@ from typing import NamedTuple
 import decode_model
 from gpu import BACKWARD_OF_CUDNN, OF_PLAIN
 from hopper_model import (
-    BEFORE, COMPARED, NOT_CAUSAL, RESULTS, THEIRS, Call, Card, lists_at_once, overlap, theirs,
+    BEFORE,
+    COMPARED,
+    NOT_CAUSAL,
+    RESULTS,
+    THEIRS,
+    Call,
+    Card,
+    lists_at_once,
+    overlap,
+    theirs,
 )  # fmt: skip
 
 CARD = Card()
@@ -86,8 +95,8 @@ OPTIONS = {
     },
     # Masks, by Case.mask in common.py. Every tile shows some keys, and not all.
     "bool": {
-        64: (Pass(64, 128, True, 159, 264, 322, 135), Pass(64, 64, False, 68, 300, 134, 358)),
-        128: (Pass(128, 64, True, 159, 147, 193, 148), Pass(128, 64, False, 92, 342, 136, 514)),
+        64: (Pass(64, 128, True, 159, 264, 322, 135), Pass(64, 64, False, 68, 285, 134, 358)),
+        128: (Pass(128, 64, True, 159, 147, 193, 148), Pass(128, 64, False, 92, 328, 136, 514)),
     },
     "dropout": {
         64: (Pass(64, 96, True, 900, 270, 276, 100), Pass(64, 96, False, 850, 412, 234, 304)),

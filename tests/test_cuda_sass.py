@@ -600,7 +600,7 @@ GRADIENT_LIMITS = {
         (14, 0),
     ),
     "grad_key and grad_value, 64, boolean mask": GradientLimit(
-        "GradKeyWgmma<BFloat16, 64, 64, 4, Extra::mask>", 16, 68, 300, 134, 32, 224, 8, 358, (13, 0)
+        "GradKeyWgmma<BFloat16, 64, 64, 4, Extra::mask>", 16, 68, 285, 134, 32, 224, 8, 358, (13, 0)
     ),
     "grad_key and grad_value, 64, mask of numbers": GradientLimit(
         "GradKeyWgmma<BFloat16, 64, 64, 4, Extra::mask>", 16, 68, 338, 198, 32, 224, 8, 484, (13, 0)
@@ -609,7 +609,7 @@ GRADIENT_LIMITS = {
         "GradKeyWgmma<BFloat16, 128, 64, 2, Extra::mask>",
         24,
         92,
-        342,
+        328,
         136,
         32,
         232,

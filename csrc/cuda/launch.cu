@@ -143,8 +143,8 @@ static bool uses_wgmma(const Problem& p, const Gpu& gpu) {
   constexpr int64_t kFewRows = 64;
   constexpr double kLeast = 1e-20;
   const bool divides = !p.alibi_slopes || (p.softcap > 0 ? p.softcap : p.scale) > kLeast;
-  return has_wgmma(gpu) && uses_mma(p) && divides && ScoreFunction<float>::of(p).keeps_order() &&
-         !is_8_bit(p.key) && !reads_numbers(p) && (p.invariant || p.rows() > kFewRows);
+  return has_wgmma(gpu) && uses_mma(p) && divides && ScoreFunction<float>::of(p).keeps_order() && !is_8_bit(p.key) &&
+         !reads_numbers(p) && (p.invariant || p.rows() > kFewRows);
 }
 
 // A mask and dropout of larger heads or of pages take the kernels of all GPUs, and therefore within Problem::invariant

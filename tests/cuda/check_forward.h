@@ -289,7 +289,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         sum += weight;
         if (c.dropout && !keeps(rng, p.keep_below, h, i, j)) continue;
         for (int d = 0; d < c.value_dim; ++d)
-          expected[d] += weight * p.keep_scale * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
+          expected[d] +=
+              weight * p.keep_scale * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
       }
       const int row = h * c.queries + i;
       if (c.splits == 1 || merges) {

@@ -11,10 +11,11 @@ namespace {
 template <class S, int kDim>
 void check(const Case& c) {
   const Gpu gpu{3, 90, nullptr};
-  check_forward<S>(
-      c, forward_wgmma_rows(kDim, c.mask_bytes > 0 || c.dropout), forward_wgmma_keys(kDim), false, [&](const ForwardParams& p) {
-        return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu) : launch_forward_wgmma<S, kDim, false>(p, gpu);
-      });
+  check_forward<S>(c, forward_wgmma_rows(kDim, c.mask_bytes > 0 || c.dropout), forward_wgmma_keys(kDim), false,
+                   [&](const ForwardParams& p) {
+                     return c.page ? launch_forward_wgmma<S, kDim, true>(p, gpu)
+                                   : launch_forward_wgmma<S, kDim, false>(p, gpu);
+                   });
 }
 
 // Every task has one turn, and those with the most keys come first: all lists of a section before the next section.

@@ -311,9 +311,7 @@ struct ForwardMma {
       typename Fragments::Kept kept;
       Fragments::template dropout_mask<kDropoutAtOnce>(
           kept, own, shared.dropout,
-          [&](int i, int) {
-            return DropoutRow{static_cast<uint32_t>(shared.rows.position[i]), shared.head_number[i]};
-          },
+          [&](int i, int) { return DropoutRow{static_cast<uint32_t>(shared.rows.position[i]), shared.head_number[i]}; },
           key);
       Fragments::each(x[t], own, [&](float& weight, int, int, int half, int bit) {
         if (!(kept[half] >> bit & 1)) weight *= 0;  // so that a NaN remains

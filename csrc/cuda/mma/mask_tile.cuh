@@ -162,12 +162,12 @@ struct MaskTile {
       }
     }
   }
-  // Reads the mask of the scores of a warp that owns 16 keys.
+  // Reads the mask of the scores of a warp that owns 16 keys; see each_transposed().
   template <class Number>
   __device__ __forceinline__ void read_transposed(uint32_t (&mask)[kRows / 8][2]) {
     each_transposed<Number>([&](int n, int half, uint32_t two) { mask[n][half] = two; });
   }
-  // Calls f(fragment n, half, the numbers of two neighbouring rows) for all of them.
+  // Calls f(fragment n, half, the numbers of two neighbouring rows) for all of them. Booleans are in 16 bits each.
   template <class Number, class F>
   __device__ __forceinline__ void each_transposed(F f) {
     static_assert(kKeys == 64);
@@ -181,7 +181,7 @@ struct MaskTile {
           // Rows 8 n + 2 `place` and 8 n + 2 `place` + 1 are both in the piece of 128 bytes with index 4 n + `place`.
           // If n is odd, the permutation of the piece swaps the two rows.
           const unsigned char* const of_two = first + n * 512 + half * 8;
-          f(n, half, of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 8);
+          f(n, half, of_two[n % 2 * 64] | of_two[64 - n % 2 * 64] << 16);
         }
     } else {
       const int lane = thread.lane;

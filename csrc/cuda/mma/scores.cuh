@@ -112,6 +112,8 @@ struct ScoresMma {
       });
   }
 
+  // Of a boolean mask, as MaskTile gives it.
+  static constexpr int kBooleanBits = kOwnsKeys ? 16 : 8;
   // The mask's numbers for the scores. Each word holds the mask's numbers for two neighbouring scores, in the mask's
   // dtype.
   using Mask = uint32_t[kFragments][2];
@@ -163,7 +165,7 @@ struct ScoresMma {
     for (int c = 0; c < 2; ++c) {
       float& score = x[n][2 * half + c];
       if constexpr (kHow == Add::boolean) {
-        score = two >> 8 * c & 0xff ? score * slope : -infinity<float>();
+        score = two >> kBooleanBits * c & 0xff ? score * slope : -infinity<float>();
       } else {
         const float bias = to_float(S{static_cast<uint16_t>(two >> 16 * c)});
         score = kHow == Add::to_finite ? fmaf(score, slope, bias) : masked_score(score, slope, bias);

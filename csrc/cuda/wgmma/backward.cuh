@@ -38,12 +38,11 @@ __device__ __forceinline__ bool is_finite(const float (&x)[kRows / 8][4], const 
   return __all_sync(~0u, finite);
 }
 
-// A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0.
+// A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0. (A product
+// of two booleans with 0xff or 0xffff has 0 or all bits of each.)
 __device__ __forceinline__ bool clears_hidden(const Problem& p) {
   return p.mask.dtype == DType::boolean && !has_terms(p);
 }
-// Returns 0xffff for each of two booleans that is true.
-__device__ __forceinline__ uint32_t bits_of_two(uint32_t two) { return __byte_perm(two * 0xff, 0, 0x1100); }
 
 // How a tile's mask is read when weights are computed: not at all; as booleans; as numbers; or as numbers that are all
 // 0.
@@ -56,13 +55,13 @@ __device__ __forceinline__ Pair<float> shift_of(const Problem& p, Pair<float> lo
   return {logsumexp.high, logsumexp.low * kLog2E<float>};
 }
 // As exponent_of(), of a number that is a score but for terms_left(), `left`. `slope`: exponent_slope(). `mask`: two
-// numbers of the mask, of which `which` counts.
-template <class S, Reads kReads>
+// numbers of the mask, of which `which` counts; booleans have kBooleanBits bits.
+template <class S, Reads kReads, int kBooleanBits>
 __device__ __forceinline__ float exponent_under_mask(float number, float slope, float left, Pair<float> shift,
                                                      uint32_t mask, int which) {
   if constexpr (kReads == Reads::nothing) return exponent_of(number, slope, shift);
   if constexpr (kReads == Reads::booleans)
-    return mask >> 8 * which & 0xff ? exponent_of(number, slope, shift) : -infinity<float>();
+    return mask >> kBooleanBits * which & 0xff ? exponent_of(number, slope, shift) : -infinity<float>();
   const auto exponent = [&](float bias) {
     return fmaf(fmaf(number, left, bias - shift.high), kLog2E<float>, -shift.low);
   };
@@ -173,8 +172,8 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
     float delta[2];
     typename Tasks::RowOptions options;
     typename Fragments::Kept kept;  // by dropout
-    float (&of_slopes)[2];  // the sums of the slopes' gradient
-    Scores x, dx;           // products of Q and K, of G and V; then weights, dS
+    float (&of_slopes)[2];          // the sums of the slopes' gradient
+    Scores x, dx;                   // products of Q and K, of G and V; then weights, dS
 
     __device__ __forceinline__ ScoreGradients(const BackwardTaskParams& p, const Work& work, int own,
                                               float (&of_slopes)[2])
@@ -235,7 +234,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
         float& number = x[n][2 * half + c];
         const float y = tanh(number), sum = kSlopes ? options.add(y, n, 2 * half + c, key) : y;
         const float weight =
-            exp2_approx(exponent_under_mask<S, kReads>(sum, slope, terms_left(p), shift[half], two, c));
+            exp2_approx(exponent_under_mask<S, kReads, 8>(sum, slope, terms_left(p), shift[half], two, c));
         number = kCap == Cap::none ? weight : weight * cap_slope(y);
         if (kReads != Reads::nothing && kCap != Cap::none && weight == 0) number = 0;  // even if the product is NaN
       }
@@ -326,8 +325,9 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
     pack_all<S>(ds, s.dx);
     if constexpr (kMasked) {
       if (shown.changes && clears_hidden(p))
-        shared.mask[consumer].template each<uint8_t>(
-            0, [&](int n, int half, uint32_t two) { ds[n / 2][2 * (n % 2) + half] &= bits_of_two(two); });
+        shared.mask[consumer].template each<uint8_t>(0, [&](int n, int half, uint32_t two) {
+          ds[n / 2][2 * (n % 2) + half] &= __byte_perm(two * 0xff, 0, 0x1100);
+        });
       __syncwarp();  // all lanes have read the mask
     }
   }
@@ -417,7 +417,7 @@ template <int kRows, Extra kExtra>
 struct SeeingRows {
   alignas(16) Pair<float> shift[kRows];
   alignas(8) float delta[kRows];
-  TileRange seen[kRows];  // of the task's keys; none for a row that is not there
+  TileRange seen[kRows];                                 // of the task's keys; none for a row that is not there
   BackwardSlope alibi[takes_terms(kExtra) ? kRows : 1];  // see RowSlopes
   DropoutRow dropout[kExtra == Extra::dropout ? kRows : 1];
   bool is_over;  // the task has no more tiles, and nothing else is set
@@ -572,16 +572,14 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   // Starts to copy the mask of `count` rows from row `first` on, and of the task's keys.
   __device__ __forceinline__ void start_mask(int stage, const Work& work, const Row& first, int count) {
     const auto row_at = [&](int i) {
-      const Row row =
-          row_after(work.task.sequence.queries, first, RowTile<kRows>::last_repeated(i, count));
+      const Row row = row_after(work.task.sequence.queries, first, RowTile<kRows>::last_repeated(i, count));
       return batch_offset(p, p.mask, row.n) + row.head * p.mask.head + row.position * p.mask.row;
     };
     with_mask_number(p, [&]<class M>() {
       Tasks::Shared::Mask::template copy_row_by_row<M, kCopying>(shared.mask[stage], p, row_at, work.task.first_key);
     });
   }
-  __device__ __forceinline__ void set_rows(Rows& to, const Work& work, const Row& first,
-                                           int count, bool changes) {
+  __device__ __forceinline__ void set_rows(Rows& to, const Work& work, const Row& first, int count, bool changes) {
     const Task& task = work.task;
     const int thread = thread_index() % kCopying;
     if (thread == 0) {
@@ -642,7 +640,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     [[maybe_unused]] Packed shown;  // see clears_hidden()
     const MmaThread thread;
     [[maybe_unused]] typename Fragments::Kept kept;  // by dropout
-    if constexpr (kDrops)  // before products take registers
+    if constexpr (kDrops)                            // before products take registers
       Fragments::template dropout_mask<kRows / 8>(
           kept, 16 * thread.warp, work.dropout, [&](int i, int) { return rows.dropout[i]; }, work.task.first_key);
     const auto keeps = [&](int n, int i) { return kept[i / 2] >> (2 * n + i % 2) & 1; };
@@ -669,8 +667,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
         for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            weights[n / 2][2 * (n % 2) + half] = pack<S>(keeps(n, 2 * half) ? x[n][2 * half] : 0,
-                                                         keeps(n, 2 * half + 1) ? x[n][2 * half + 1] : 0);
+            weights[n / 2][2 * (n % 2) + half] =
+                pack<S>(keeps(n, 2 * half) ? x[n][2 * half] : 0, keeps(n, 2 * half + 1) ? x[n][2 * half + 1] : 0);
       else
         pack_all<S>(weights, x);
     }
@@ -747,7 +745,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) weigh_two<kCap, kSlopes, kHides, kReads>(x, weights, rows, thread, n, half, 0);
+      for (int half = 0; half < 2; ++half)
+        weigh_two<kCap, kSlopes, kHides, kReads>(x, weights, rows, thread, n, half, 0);
   }
   // Two scores of neighbouring rows, of which `two` is the mask.
   template <Cap kCap, bool kSlopes, bool kHides, Reads kReads>
@@ -766,7 +765,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
       float& number = x[n][2 * half + c];
       const float y = tanh(number), distance = fabsf(alibi[c].ahead - static_cast<float>(key));
       const float sum = kSlopes ? fmaf(alibi[c].slope, Alibi<float>::by_slope(distance), y) : y;
-      const float weight = exp2_approx(exponent_under_mask<S, kReads>(sum, slope, terms_left(p), shift.of[c], two, c));
+      const float weight =
+          exp2_approx(exponent_under_mask<S, kReads, 16>(sum, slope, terms_left(p), shift.of[c], two, c));
       of_row[c] = kHides && !seen[c].contains(key) ? 0 : weight;
       number = kCap == Cap::none ? of_row[c] : of_row[c] * cap_slope(y);
       if (kMayHide && kCap != Cap::none && of_row[c] == 0) number = 0;  // even if the hidden product is NaN
@@ -803,7 +803,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     }
     if (!changes || !clears_hidden(p)) return;
     mask.template each_transposed<uint8_t>(
-        [&](int n, int half, uint32_t two) { shown[n / 2][2 * (n % 2) + half] = bits_of_two(two); });
+        [&](int n, int half, uint32_t two) { shown[n / 2][2 * (n % 2) + half] = two * 0xffff; });
     clear_hidden(weights, shown);
   }
   static __device__ __forceinline__ void clear_hidden(Packed& x, const Packed& shown) {
