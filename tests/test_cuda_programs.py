@@ -295,7 +295,7 @@ MUTATIONS = {
             ),
             (
                 "keys are read before they have arrived",
-                "forward",
+                "row_tasks",
                 "    «wait(shared.keys.full[stage.stage], stage.parity);»\n    if const",
                 ";",
             ),
@@ -404,19 +404,19 @@ MUTATIONS = {
             ),
             (
                 "a mask is read before it has arrived",
-                "forward",
+                "row_tasks",
                 "    «wait_for_copies<0>();»\n    __syncwarp();  // all lanes have copied",
                 ";",
             ),
             (
                 "a mask is that of another tile",
-                "forward",
+                "row_tasks",
                 "in_mask[consumer][i]; }, «first_key + int64_t{tile} * kKeys»",
                 "first_key",
             ),
             (
                 "a mask is that of the first warpgroup's rows",
-                "forward",
+                "row_tasks",
                 "return shared.in_mask[«consumer»][i];",
                 "0",
             ),
@@ -434,9 +434,33 @@ MUTATIONS = {
             ),
             (
                 "a mask of numbers changes nothing",
-                "forward",
+                "mask",
                 "(__syncthreads_or(«changes») ?",
                 "false",
+            ),
+            (
+                "a mask is looked at once",
+                "row_tasks",
+                "      «first += 32;»",
+                "first = 0;",
+            ),
+            (
+                "dropout has the counters of the first tile",
+                "row_tasks",
+                "«int64_t{tile} * (kKeys / 4)»",
+                "0",
+            ),
+            (
+                "dropout has the counters of one row",
+                "row_tasks",
+                "options.rows[«half»],",
+                "0",
+            ),
+            (
+                "a lane keeps what it computed for the other one",
+                "row_tasks",
+                "«odd ? kept[0] : kept[1]», 1);",
+                "odd ? kept[1] : kept[0]",
             ),
             (
                 "a large cap gets the tanh of small ones",
@@ -449,11 +473,6 @@ MUTATIONS = {
     **{
         f"Hopper's gradients: {name}": ("cuda/wgmma/backward.cuh", place, wrong)
         for name, place, wrong in (
-            (
-                "keys are read before they have arrived",
-                "    «wait(shared.keys.full[stage.stage], stage.parity);»\n    start_dots(s.x",
-                ";",
-            ),
             (
                 "values are read before they have arrived",
                 "    «wait(shared.values.full[stage.stage], stage.parity);»\n    start_dots(s.dx",
@@ -554,7 +573,7 @@ MUTATIONS = {
             ("a hidden key has a weight behind a cap", "this->hide(x, tile, «0»)", "1"),
             (
                 "a hidden product is not a number",
-                "if («kHides && of_row[c] == 0») number = 0",
+                "if («kMayHide && kCap != Cap::none && of_row[c] == 0») number = 0",
                 "false",
             ),
             (
@@ -566,6 +585,93 @@ MUTATIONS = {
             (
                 "slopes have the distances of the first tile",
                 "«static_cast<float>(uniform(tile) * kKeys)»",
+                "0",
+            ),
+            (
+                "dQ has what a boolean mask hides",
+                "half] &= «__byte_perm(two * 0xff, 0, 0x1100)»;",
+                "~0u",
+            ),
+            ("dK has what a boolean mask hides", "if (clears) «clear_hidden(ds, shown);»", ";"),
+            ("dV has what a boolean mask hides", "    «clear_hidden(weights, shown);»", ";"),
+            (
+                "a hidden NaN reaches dK",
+                "turn_into_ds(dx, x, hides || «(changes && !clears)»);",
+                "false",
+            ),
+            (
+                "a hidden NaN reaches dQ",
+                "this->hides(tile) || «(kMasked && shown.changes && !clears_hidden(p))»",
+                "false",
+            ),
+            (
+                "a mask is that of the first warpgroup's keys",
+                "shared.mask[stage.stage][«consumer»]",
+                "0",
+            ),
+            (
+                "a mask is that of a tile's first row",
+                "queries, first, «RowTile<kRows>::last_repeated(i, count)»)",
+                "0",
+            ),
+            (
+                "the rows of a tile that is shown are those of another",
+                "return begin + «tile * kRows»;",
+                "0",
+            ),
+            (
+                "a mask is looked at once",
+                "begin = first_seeing(work, «begin + 32 * kRows»);",
+                "0",
+            ),
+            (
+                "least numbers of a mask have no logsumexp",
+                "p.mask.dtype == DType::boolean) return «exponent_shift(logsumexp, per_score)»;",
+                "Pair<float>{logsumexp.high, logsumexp.low}",
+            ),
+            (
+                "dropout has the counters of the first tile of keys",
+                "s.work.task.first_key + «int64_t{shown.tile} * kKeys»);",
+                "0",
+            ),
+            (
+                "dropout has the counters of a tile's first row",
+                "return rows.dropout[«i»]; }",
+                "0",
+            ),
+            (
+                "dropout has the counters of the first warp",
+                "kept, «16 * thread.warp», work.dropout",
+                "0",
+            ),
+            (
+                "dV has what dropout drops",
+                "pack<S>(«keeps(n, 2 * half)» ?",
+                "true",
+            ),
+        )
+    },
+    **{
+        f"Hopper's gradients: {name}": ("cuda/wgmma/mask.cuh", place, wrong)
+        for name, place, wrong in (
+            (
+                "a mask is looked at for a tile's first rows",
+                "row <= «end / kScoreTile»; ++row",
+                "begin / kScoreTile",
+            ),
+            (
+                "a mask is looked at for a tile's first head",
+                "head <= «last.head»; ++head",
+                "first.head",
+            ),
+            (
+                "a mask is looked at for a tile's first keys",
+                "col < «cols»; ++col",
+                "1",
+            ),
+            (
+                "a tile is taken out of another's window",
+                "shown[i] &= ~(1u << «tile»);",
                 "0",
             ),
         )

@@ -193,7 +193,8 @@ ON_80 = {
 }  # fmt: skip
 NOT_ON_WGMMA = {
     *ON_80, "17 rows", "one row, dropout", "few rows", "256, mask", "mask and dropout",
-    "dropout, 256", "dropout and cap", "dropout, invariant", "negative scale", "invariant, mask", "pages, rows that are not aligned",
+    "dropout, 256", "dropout and cap", "dropout, invariant", "negative scale", "invariant, mask",
+    "pages, rows that are not aligned",
     "one row, pages, rows that are not aligned", "8 bits", "8 bits, one row, invariant",
     "ALiBi, learned", "ALiBi, a scale that is no divisor", "cap and ALiBi, learned",
     "invariant, ALiBi",

@@ -113,6 +113,13 @@ int main() {
                      .splits = 2,
                      .mask_bytes = bytes});
   }
+  check<BFloat16, 64>({.name = "a mask of more keys than one look finds",
+                       .heads = 1,
+                       .queries = 70,
+                       .keys = 4300,
+                       .dim = 64,
+                       .value_dim = 64,
+                       .mask_bytes = 1});
   check<BFloat16, 128>({.name = "mask of rows", .queries = 140, .keys = 300, .mask_bytes = 2, .mask_is_of_rows = true});
   check<BFloat16, 128>({.name = "dropout", .heads = 3, .queries = 200, .keys = 300, .right = 0, .dropout = true});
   check<Half, 64>({.name = "64, dropout, grouped",
