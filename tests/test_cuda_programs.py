@@ -611,7 +611,7 @@ MUTATIONS = {
             ),
             (
                 "a mask is that of a tile's first row",
-                "queries, first, «RowTile<kRows>::last_repeated(i, count)»)",
+                "work.task.sequence.queries, first, «RowTile<kRows>::last_repeated(i, count)»)",
                 "0",
             ),
             (
