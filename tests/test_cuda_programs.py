@@ -439,10 +439,10 @@ MUTATIONS = {
                 "false",
             ),
             (
-                "a mask is looked at once",
+                "every second look at a mask is left out",
                 "row_tasks",
                 "      «first += 32;»",
-                "first = 0;",
+                "first += first < 0 ? 32 : 64;",
             ),
             (
                 "dropout has the counters of the first tile",
@@ -620,9 +620,9 @@ MUTATIONS = {
                 "0",
             ),
             (
-                "a mask is looked at once",
+                "every second look at a mask is left out",
                 "begin = first_seeing(work, «begin + 32 * kRows»);",
-                "0",
+                "begin + (begin < 0 ? 32 : 64) * kRows",
             ),
             (
                 "least numbers of a mask have no logsumexp",
@@ -670,9 +670,9 @@ MUTATIONS = {
                 "1",
             ),
             (
-                "a tile is taken out of another's window",
-                "shown[i] &= ~(1u << «tile»);",
-                "0",
+                "a tile takes the next one out of the window",
+                "shown[i] &= ~(«1u» << tile);",
+                "3u",
             ),
         )
     },
