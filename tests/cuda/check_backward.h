@@ -33,7 +33,7 @@ struct Case {
   bool tiles = false;    // the mask hides some tiles and changes nothing in others
 
   // Whether the mask hides the key from all queries.
-  bool hides(int j) const { return mask && !shared && !tiles && j >= 64; }
+  bool hides(int j) const { return mask && !shared && !tiles && j >= 40; }
   bool sees(int i, int j) const {
     const int ahead = j - i - offset;
     return (!causal || ahead <= 0) && (left < 0 || ahead >= -left) && (right < 0 || ahead <= right) &&

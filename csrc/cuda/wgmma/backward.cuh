@@ -16,8 +16,8 @@
 
 namespace attn::cuda {
 
-// Blocks of 128 rows sum dQ over tiles of so many keys: as many as registers hold. With a mask, tiles begin where a tile
-// of the mask does.
+// Blocks of 128 rows sum dQ over tiles of so many keys: as many as registers hold. With a mask, tiles begin where a
+// tile of the mask does.
 constexpr int backward_wgmma_keys(int dim, Extra extra) {
   if (extra == Extra::mask && dim > 64) return 64;
   return dim <= 64 && extra != Extra::dropout ? 128 : 96;
@@ -639,8 +639,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     Packed weights, ds;
     [[maybe_unused]] Packed shown;  // see clears_hidden()
     const MmaThread thread;
-    [[maybe_unused]] typename Fragments::Kept kept;  // by dropout
-    if constexpr (kDrops)                            // before products take registers
+    typename Fragments::Kept kept = {};  // by dropout
+    if constexpr (kDrops)                // before products take registers
       Fragments::template dropout_mask<kRows / 8>(
           kept, 16 * thread.warp, work.dropout, [&](int i, int) { return rows.dropout[i]; }, work.task.first_key);
     const auto keeps = [&](int n, int i) { return kept[i / 2] >> (2 * n + i % 2) & 1; };

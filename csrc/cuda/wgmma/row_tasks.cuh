@@ -245,16 +245,17 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, kExtra>,
 
   // What an option needs of the rows of a thread, in a warp whose first row is `own`: their slopes, if there may be
   // some, or their counters of dropout.
-  static __device__ __forceinline__ auto row_options(const Problem& p, const Work& work, int own) {
+  using RowOptions = std::conditional_t<takes_terms(kExtra), RowSlopes,
+                                        std::conditional_t<kExtra == Extra::dropout, OwnDropout, Nothing>>;
+  static __device__ __forceinline__ RowOptions row_options(const Problem& p, const Work& work, int own) {
     const auto row_at = [&](int half) { return row_of(work.task, own + MmaThread().group + 8 * half); };
     if constexpr (takes_terms(kExtra))
-      return RowSlopes(p, work.task, row_at);
+      return {p, work.task, row_at};
     else if constexpr (kExtra == Extra::dropout)
-      return OwnDropout(p, work.dropout, row_at);
+      return {p, work.dropout, row_at};
     else
-      return Nothing{};
+      return {};
   }
-  using RowOptions = decltype(row_options(std::declval<const Problem&>(), std::declval<const Work&>(), 0));
 
   // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
   __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
