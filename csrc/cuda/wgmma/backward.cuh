@@ -524,22 +524,25 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   // what consumers are told of the tile. `begin`: the first row of the window.
   __device__ __forceinline__ int64_t next_shown(const Work& work, int64_t first, MaskWindow<kKeys>& window,
                                                 int64_t& begin, bool& changes) const {
-    if constexpr (!kMasked) return first_seeing(work, first + kRows);
-    Range part;
+    if constexpr (kMasked) {
+      Range part;
 #pragma unroll 1
-    for (;;) {
-      if (const int tile = window.take(part, changes); tile >= 0) {
-        changes |= has_terms(p);
-        return begin + tile * kRows;
+      for (;;) {
+        if (const int tile = window.take(part, changes); tile >= 0) {
+          changes |= has_terms(p);
+          return begin + tile * kRows;
+        }
+        begin = first_seeing(work, begin + 32 * kRows);
+        if (begin >= work.rows) return begin;
+        const int64_t own = begin + thread_index() % 32 * kRows;
+        const bool sees = own < work.rows && first_seeing(work, own) == own;
+        window.set(sees ? effect_of_mask<kKeys>(p, work.task.n, row_at(work, own),
+                                                row_at(work, smaller(own + kRows, work.rows) - 1),
+                                                work.task.sequence.queries, work.task.first_key, work.task.last_key)
+                        : 0);
       }
-      begin = first_seeing(work, begin + 32 * kRows);
-      if (begin >= work.rows) return begin;
-      const int64_t own = begin + thread_index() % 32 * kRows;
-      const bool sees = own < work.rows && first_seeing(work, own) == own;
-      window.set(sees ? effect_of_mask<kKeys>(p, work.task.n, row_at(work, own),
-                                              row_at(work, smaller(own + kRows, work.rows) - 1),
-                                              work.task.sequence.queries, work.task.first_key, work.task.last_key)
-                      : 0);
+    } else {
+      return first_seeing(work, first + kRows);
     }
   }
   // Fills one of the two rings with the rows that see some key, tile by tile, and says at the end that they are over.
