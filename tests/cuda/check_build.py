@@ -68,7 +68,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, d
     assert_like(second[:4], x, device)
 
 
-# How many bytes of registers may be in memory, by head size: of each Extra (csrc/cuda/wgmma/tasks.cuh).
+# How many bytes of registers may be in memory, by head size, for each Extra (wgmma/tasks.cuh).
 HOPPER_BYTES = {
     ("Forward", "64"): (88, 104, 56, 0),
     ("Forward", "128"): (0, 80, 48, 16),
