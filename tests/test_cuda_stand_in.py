@@ -128,6 +128,10 @@ CALLS = {
     "mask, learned": "L=100, attn_mask=torch.zeros(1, 2, 100, 100).bfloat16().requires_grad_()",
     "one mask, learned": "L=100, attn_mask=torch.zeros(100, 100).bfloat16().requires_grad_()",
     "mask of keys, learned": "L=100, attn_mask=torch.zeros(1, 100).bfloat16().requires_grad_()",
+    "mask of one row, learned": (
+        "L=1, S=64, heads=128, key_heads=1, enable_gqa=True, "
+        "attn_mask=torch.zeros(1, 128, 1, 64).bfloat16().requires_grad_()"
+    ),
     "large cap and mask": "L=100, softcap=80.0, attn_mask=torch.ones(100, 100).bool()",
     "ALiBi and mask": "L=100, alibi_slopes=torch.ones(2), attn_mask=torch.ones(100, 100).bool()",
     "float32 mask": "L=100, attn_mask=torch.zeros(100, 100)",
@@ -266,6 +270,7 @@ GRADIENTS_ON_WGMMA = {
         "mask, learned",
         "one mask, learned",
         "mask of keys, learned",
+        "mask of one row, learned",
     ),
 }
 GRADIENTS_ON_MMA = {
@@ -289,7 +294,7 @@ def test_which_kernels_gradients_take(library: Path, capability: int) -> None:
             expected = {"GradientSimt"}
         elif capability == 90 and name in GRADIENTS_ON_WGMMA:
             expected = {"GradQueryWgmma", "GradKeyWgmma"}
-            if name in ("mask, learned", "one mask, learned"):
+            if name in ("mask, learned", "one mask, learned", "mask of one row, learned"):
                 expected.add("BackwardMma")  # of the mask
         else:
             expected = {"BackwardMma"}

@@ -86,7 +86,7 @@ Error run_backward_mma(const BackwardParams& p, int* counter, const Gpu& gpu) {
         Error error = launch_backward_wgmma<S, kDim>(p, counter, gpu);
         if (error || !p.grad_mask.data || sums_simt(p)) return error;
         BackwardParams only_mask = without_others(p);
-        only_mask.mask_is_shared = true;  // perhaps by one head alone
+        only_mask.mask_is_shared = p.grad_mask.row != 0;  // perhaps by one head alone; see sums_mask()
         return launch_backward_mma<S, kDim>(only_mask, stream);
       }
 #endif
