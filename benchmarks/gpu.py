@@ -357,7 +357,7 @@ def floors(case: Case, which: str, ms: dict[str, float]) -> dict[str, float]:
     if case.form:
         return {DENSE: 0.95} if case.form == "packed" else {}
     if case.dropout and on_hopper():
-        return {"FLASH": 1.0}
+        return {"FLASH": 1.0} if "FLASH" in ms else {}
     if case.mask or which == "double backward":
         theirs = [name for name in ms if name not in (OURS, DETERMINISTIC)]
         return {min(theirs, key=lambda name: ms[name]): 1.0} if theirs else {}

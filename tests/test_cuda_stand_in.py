@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import torch_attn  # noqa: F401, registers the operators
+import torch_attn
 from _variants import ROOT, build_stand_in, run_fuzz, run_python, run_tests
 from helpers import DTYPES
 
@@ -377,6 +377,34 @@ def test_dropout_is_that_of_the_cpu(library: Path, tmp_path: Path, capability: i
         expected = weights_kept(*problem)
         assert 0.55 < expected.sum() / (2 * 6 * 70 * 71 / 2) < 0.65
         assert torch.equal(kept, expected), problem
+
+
+def gradients_of_masked_rows() -> list[torch.Tensor]:
+    """Gradients of rows that a mask of numbers hides from all keys: all weigh the same."""
+    torch.manual_seed(1)
+    x = [torch.randn(1, 2, 100, 32).bfloat16().requires_grad_() for _ in range(3)]
+    mask = torch.zeros(100, 100).bfloat16()
+    mask[3], mask[7] = torch.finfo(torch.bfloat16).min, -1e9
+    grad_output = torch.zeros(1, 2, 100, 32).bfloat16()
+    grad_output[..., [3, 7], :] = torch.randn(2, 32).bfloat16()
+    return [*torch.autograd.grad(torch_attn.sdpa(*x, mask), x, grad_output), grad_output]
+
+
+SAVE_GRADIENTS = """
+import sys, torch, test_cuda_stand_in as tests
+torch.save(tests.gradients_of_masked_rows(), sys.argv[1])
+"""
+
+
+@pytest.mark.regression
+@pytest.mark.parametrize("capability", [80, 90])
+def test_gradients_of_masked_rows(library: Path, tmp_path: Path, capability: int) -> None:
+    """Their scores are rounded in both directions alike. Else weights would sum up to 1.6."""
+    file = tmp_path / "gradients"
+    run_python("-c", SAVE_GRADIENTS, str(file), **environment(library, 1, capability))
+    *_, grad_value, grad_output = torch.load(file)
+    expected = (grad_output.float().sum(-2, keepdim=True) / 100).expand(grad_value.shape)
+    torch.testing.assert_close(grad_value.float(), expected, rtol=2e-2, atol=1e-3)
 
 
 COUNT_COPIES = """

@@ -94,7 +94,7 @@ struct DropoutRow {
 struct Dropout {
   uint32_t keep_below;
   bool keeps_all;
-  uint64_t period;
+  int64_t period;
   uint32_t key[2];
   uint32_t offset;
 
@@ -105,14 +105,14 @@ struct Dropout {
     key[1] = static_cast<uint32_t>(static_cast<uint64_t>(state[0]) >> 32);
     offset = static_cast<uint32_t>(state[p.rng.col]);
     const int64_t given = state[2 * p.rng.col];
-    period = static_cast<uint64_t>(given > 1 ? given : 1);
+    period = given > 1 ? given : 1;
     keep_below = static_cast<uint32_t>(p.keep_below);
     keeps_all = p.keep_below >> 32 != 0;
   }
 
   // The head's number in dropout's counters.
   __device__ __forceinline__ uint32_t head(const Problem& p, int64_t n, int64_t h) const {
-    return static_cast<uint32_t>(static_cast<uint64_t>(n * p.heads + h) % period);
+    return static_cast<uint32_t>(divide(n * p.heads + h, period).remainder);
   }
 
   __device__ __forceinline__ DropoutRow row(const Problem& p, int64_t n, int64_t h, int64_t position) const {

@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_finite(const float (&x)[kRows / 8][4], const 
 }
 
 // A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0. (A product
-// of two booleans with 0xff or 0xffff has 0 or all bits of each.)
+// of two booleans, bytes of 0 or 1, with 0xff or 0xffff has 0 or all bits of each.)
 __device__ __forceinline__ bool clears_hidden(const Problem& p) {
   return p.mask.dtype == DType::boolean && !has_terms(p);
 }
@@ -47,9 +47,9 @@ __device__ __forceinline__ bool clears_hidden(const Problem& p) {
 // How a tile's mask is read when weights are computed: not at all; as booleans; as numbers; or as numbers that are all
 // 0.
 enum class Reads { nothing, booleans, numbers, zeros };
-// What exponent_under_mask() subtracts. If the mask holds numbers, these are units of scores, because log2(e) times the
-// least number of a dtype is infinite.
-__device__ __forceinline__ Pair<float> shift_of(const Problem& p, Pair<float> logsumexp, double per_score) {
+// What exponent_under_mask() subtracts. If the mask holds numbers, `high` is in units of scores and `low` in those of
+// exponents, because log2(e) times the least number of a dtype is infinite.
+__device__ __forceinline__ Pair<float> shift_under_mask(const Problem& p, Pair<float> logsumexp, double per_score) {
   if (!p.has_mask || p.mask.dtype == DType::boolean) return exponent_shift(logsumexp, per_score);
   if (logsumexp.high == -infinity<float>()) return {infinity<float>(), 0};
   return {logsumexp.high, logsumexp.low * kLog2E<float>};
@@ -63,7 +63,8 @@ __device__ __forceinline__ float exponent_under_mask(float number, float slope, 
   if constexpr (kReads == Reads::booleans)
     return mask >> kBooleanBits * which & 0xff ? exponent_of(number, slope, shift) : -infinity<float>();
   const auto exponent = [&](float bias) {
-    return fmaf(fmaf(number, left, bias - shift.high), kLog2E<float>, -shift.low);
+    return fmaf(fmaf(number, left, bias) - shift.high, kLog2E<float>,
+                -shift.low);  // rounds the score as the forward does
   };
   if constexpr (kReads == Reads::zeros) return exponent(0);
   const float bias = to_float(S{static_cast<uint16_t>(mask >> 16 * which)});
@@ -187,7 +188,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
       for (int r = 0; r < 2; ++r) {
         const Row row = Tasks::row_of(work.task, own + MmaThread().group + 8 * r);
         const int64_t number = row_number(p, row.n, row.head, row.position);
-        shift[r] = shift_of(p, static_cast<const Pair<float>*>(p.logsumexp)[number], per_score);
+        shift[r] = shift_under_mask(p, static_cast<const Pair<float>*>(p.logsumexp)[number], per_score);
         delta[r] = static_cast<const float*>(p.delta)[number];
       }
     }
@@ -596,7 +597,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     for (int i = thread; i < kRows; i += kCopying) {
       const Row row = row_after(queries, first, RowTile<kRows>::last_repeated(i, count));
       const int64_t number = row_number(p, task.n, row.head, row.position);
-      to.shift[i] = shift_of(p, static_cast<const Pair<float>*>(p.logsumexp)[number], work.per_score);
+      to.shift[i] = shift_under_mask(p, static_cast<const Pair<float>*>(p.logsumexp)[number], work.per_score);
       to.delta[i] = static_cast<const float*>(p.delta)[number];
       const Range seen = visible_keys(task.sequence, {row.position, row.position + 1});
       to.seen[i] = TileRange(i < count ? seen : Range{0, 0}, task.first_key);
@@ -708,6 +709,19 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   static __device__ __forceinline__ int key_of(const MmaThread& thread, int half) {
     return 16 * thread.warp + thread.group + 8 * half;
   }
+  // Sets numbers of keys that a row does not see to `hidden`, whatever a mask says.
+  __device__ __forceinline__ void hide(Scores& x, const Rows& rows, float hidden) {
+    const MmaThread thread;
+#pragma unroll
+    for (int n = 0; n < kRows / 8; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const TileRange seen = rows.seen[thread.col(n) + c];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (!seen.contains(key_of(thread, half))) x[n][2 * half + c] = hidden;
+      }
+  }
   // Turns products into weights.
   __device__ __forceinline__ void weigh(Scores& x, const Rows& rows, bool hides) {
     const MmaThread thread;
@@ -721,20 +735,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     if (hides) hide(x, rows, -infinity<float>());
     turn_into_weights(x);
   }
-  // Gives what keys that are hidden from rows have the number `hidden`, but for those that the mask hides.
-  __device__ __forceinline__ void hide(Scores& x, const Rows& rows, float hidden) {
-    const MmaThread thread;
-#pragma unroll
-    for (int n = 0; n < kRows / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const TileRange seen = rows.seen[thread.col(n) + c];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (!seen.contains(key_of(thread, half))) x[n][2 * half + c] = hidden;
-      }
-  }
-  // The same with a cap or ALiBi. Packs the weights, and multiplies them by the derivative of the cap.
+  // The same with a cap or ALiBi. Also packs the weights, and multiplies them by the derivative of the cap.
   template <Cap kCap>
   __device__ __forceinline__ void weigh(Scores& x, Packed& weights, const Rows& rows, bool hides) {
     if (hides)
@@ -776,7 +777,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     }
     weights[n / 2][2 * (n % 2) + half] = pack<S>(of_row[0], of_row[1]);
   }
-  // The same with a mask, of which the tile is read if `changes`. Sets `shown` if clears_hidden().
+  // As weigh(), with a mask, of which the tile is read if `changes`. Sets `shown` if clears_hidden().
   template <class Mask>
   __device__ __forceinline__ void weigh_under_mask(Scores& x, Packed& weights, Packed& shown, const Rows& rows,
                                                    bool hides, bool changes, Mask& mask) {
@@ -847,7 +848,7 @@ Error launch_backward_wgmma(const BackwardParams& params, int* counter, const Gp
     return launch.template operator()<OfKeys>(order_of_keys(p, p.key_heads, OfKeys::kKeys));
   };
   if (p.has_mask) {
-    if (Error error = launch_blocks<LookAtMask<S, BackwardTaskParams>>(p, gpu.stream)) return error;
+    if (Error error = launch_blocks<LookAtMask<S>>(static_cast<const Problem&>(p), gpu.stream)) return error;
     return run.template operator()<Extra::mask>();
   }
   if (p.has_dropout) return run.template operator()<Extra::dropout>();

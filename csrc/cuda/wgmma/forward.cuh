@@ -186,7 +186,7 @@ Error launch_forward_wgmma(const ForwardParams& p, const Gpu& gpu) {
   if constexpr (!kPaged && kDim <= kMaskedWgmmaDim) {
     constexpr int kConsumers = forward_wgmma_rows(kDim, true) / 64;
     if (p.has_mask) {
-      if (Error error = launch_blocks<LookAtMask<S, ForwardParams>>(p, gpu.stream)) return error;
+      if (Error error = launch_blocks<LookAtMask<S>>(static_cast<const Problem&>(p), gpu.stream)) return error;
       return launch_persistent<ForwardWgmma<S, kDim, kConsumers, kKeys, kStages, false, Extra::mask>>(p, gpu);
     }
     if (p.has_dropout)

@@ -81,12 +81,12 @@ struct MaskWindow {
 
 // Writes Problem::mask_tiles of a mask that is boolean or of type S. A block looks at a tile, a thread at one of its
 // rows.
-template <class S, class Params>
+template <class S>
 struct LookAtMask {
   static constexpr int kThreads = kScoreTile, kBlocks = 0;
   using Shared = Nothing;
 
-  const Params& p;
+  const Problem& p;
   Shared& shared;
 
   ATTN_INLINE static constexpr int64_t key_tiles(const Problem& p) { return divide_up(p.keys, kScoreTile); }

@@ -22,8 +22,8 @@ struct RowWork {
     const int64_t keys = task.rows > 0 ? larger(0, task.last_key - task.first_key) : 0;
     tiles = static_cast<int>(divide_up(keys, kKeys));
     first_seen = last_seen = 0;
-    if (tiles == 0) return;
     if constexpr (kExtra == Extra::dropout) dropout.set(p, task.n);
+    if (tiles == 0) return;
     if constexpr (kExtra == Extra::mask) {
       first = task.row_at();
       last = task.row_at(task.rows - 1);
@@ -257,7 +257,8 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, kExtra>,
       return {};
   }
 
-  // Writes the number of the next tile to `shown` and waits for its keys. Returns false if there is no further tile.
+  // Writes the number of the next tile to `shown`, waits for its keys, and starts to copy its mask if reads_mask().
+  // Returns false if there is no further tile.
   __device__ __forceinline__ bool next_tile(ShownTile& shown, int tiles, int consumer, const Ring<kStages>& stage) {
     if (!kMasked && ++shown.tile >= tiles) return false;
     wait(shared.keys.full[stage.stage], stage.parity);
