@@ -98,8 +98,8 @@ class Races {
     std::vector<Access> loads;  // since the store, that no later load comes after
   };
 
-  // Bytes of one number are stored together, so that two share a cell.
-  static constexpr uintptr_t kCellBytes = 2, kPageCells = 2048;
+  // Bytes of one number are stored together, but a number may have one byte: see LookAtMask.
+  static constexpr uintptr_t kCellBytes = 1, kPageCells = 4096;
   using Page = std::array<Cell, kPageCells>;
   Cell& cell_of(uintptr_t byte) {
     const uintptr_t cell = byte / kCellBytes, number = cell / kPageCells;
