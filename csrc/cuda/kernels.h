@@ -56,8 +56,8 @@ constexpr int64_t forward_wgmma_rows(int64_t dim, bool beside_others) {
 }
 constexpr int64_t forward_wgmma_keys(int64_t dim) { return dim <= 128 ? 128 : dim <= kMmaMaxDim ? 80 : 64; }
 
-// The largest size of a head in the backward on Hopper, and in its forward with a mask, whose
-// tiles need shared memory, and with dropout.
+// The largest size of a head on Hopper in the backward, and in the forward with a mask or dropout. Tiles of a mask need
+// shared memory.
 constexpr int64_t kBackwardWgmmaDim = 128, kMaskedWgmmaDim = 128;
 
 // The largest sizes of multi-head latent attention, and the rows of a block on a GPU other than Hopper.

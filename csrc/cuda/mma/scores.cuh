@@ -112,7 +112,7 @@ struct ScoresMma {
       });
   }
 
-  // Of a boolean mask, as MaskTile gives it.
+  // The bits of one boolean in the words that MaskTile returns.
   static constexpr int kBooleanBits = kOwnsKeys ? 16 : 8;
   // The mask's numbers for the scores. Each word holds the mask's numbers for two neighbouring scores, in the mask's
   // dtype.

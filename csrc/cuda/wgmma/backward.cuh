@@ -44,11 +44,10 @@ __device__ __forceinline__ bool clears_hidden(const Problem& p) {
   return p.mask.dtype == DType::boolean && !has_terms(p);
 }
 
-// How a tile's mask is read when weights are computed: not at all; as booleans; as numbers; or as numbers that are all
-// 0.
+// How weights read a tile's mask: not at all, as booleans, as numbers, or as numbers that are all 0.
 enum class Reads { nothing, booleans, numbers, zeros };
-// What exponent_under_mask() subtracts. If the mask holds numbers, `high` is in units of scores and `low` in those of
-// exponents, because log2(e) times the least number of a dtype is infinite.
+// Returns what exponent_under_mask() subtracts. If the mask holds numbers, `high` is a logsumexp, which is not yet
+// multiplied by log2(e), because a product with the least number of a dtype would be infinite. `low` is multiplied.
 __device__ __forceinline__ Pair<float> shift_under_mask(const Problem& p, Pair<float> logsumexp, double per_score) {
   if (!p.has_mask || p.mask.dtype == DType::boolean) return exponent_shift(logsumexp, per_score);
   if (logsumexp.high == -infinity<float>()) return {infinity<float>(), 0};
@@ -521,8 +520,8 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     return number + rows_until(work.rows_seen, row_at(work, number).position, work.task.sequence.queries,
                                work.rows - number, kRows);
   }
-  // The same behind a tile that begins with row `first`, if the mask shows some of the rows a key. Sets `changes` to
-  // what consumers are told of the tile. `begin`: the first row of the window.
+  // Returns the first row of the next tile, `first` being that of the tile before. With a mask, leaves out tiles in
+  // which it hides all keys, and sets `changes` to whether consumers read the mask. `begin`: the window's first row.
   __device__ __forceinline__ int64_t next_shown(const Work& work, int64_t first, MaskWindow<kKeys>& window,
                                                 int64_t& begin, bool& changes) const {
     if constexpr (kMasked) {

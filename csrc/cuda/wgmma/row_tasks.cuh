@@ -401,9 +401,9 @@ struct ForwardTasks
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[0][n][i] = options.add(x[0][n][i], n, i, key);
     }
-    // Clears packed weights of a tile that dropout does not keep. Two neighbouring lanes hold the four keys of one of
-    // its counters. The lane with an even place computes those of even fragments, the other one those of odd ones, and
-    // each gives the other its half.
+    // Clears the packed weights of a tile that dropout does not keep. A counter gives the random numbers of four keys,
+    // of which two neighbouring lanes hold two each. One of the lanes computes the counters of even fragments, the
+    // other one those of odd fragments. Each sends the other what it needs.
     __device__ __forceinline__ void drop(uint32_t (&weights)[kKeys / 16][4], int tile) const {
       const MmaThread thread;
       const bool odd = thread.place % 2;
