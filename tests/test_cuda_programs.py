@@ -605,17 +605,17 @@ MUTATIONS = {
                 "false",
             ),
             (
-                "a mask is that of the first warpgroup's keys",
+                "both warpgroups read the mask of the first one's keys",
                 "shared.mask[stage.stage][«consumer»]",
                 "0",
             ),
             (
-                "a mask is that of a tile's first row",
+                "all rows of a tile get the mask of the first",
                 "work.task.sequence.queries, first, «RowTile<kRows>::last_repeated(i, count)»)",
                 "0",
             ),
             (
-                "the rows of a tile that is shown are those of another",
+                "a tile that the mask shows gets the rows of the window's first",
                 "return begin + «tile * kRows»;",
                 "0",
             ),
