@@ -175,6 +175,13 @@ ATTN_INLINE constexpr Row sharer_of_mask(const Problem& p, const Operand& mask, 
   return place;
 }
 
+// Returns how many different slices p.mask has.
+ATTN_INLINE constexpr int64_t number_of_slices(const Problem& p) {
+  int64_t slices = p.mask.head == 0 ? 1 : p.heads;
+  for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
+  return slices;
+}
+
 // Sets the strides of p.mask_tiles. Returns how many bytes all its slices have together.
 inline int64_t set_mask_tiles(Problem& p) {
   const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kScoreTile);

@@ -51,10 +51,10 @@ void draw_rng_state(const Tensor& state, int64_t heads) {
 Tensor look_at_mask(Problem& p, const Tensor& query) {
   constexpr int64_t kFewQueries = 16;  // fewer queries read so little of the mask that this pass costs too much
   if (!p.has_mask || p.keys == 0 || p.queries < kFewQueries || p.sequences > 0) return {};
-  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile), size = set_mask_tiles(p);
-  const int64_t slices = size / (row_tiles * divide_up(p.keys, kKeyTile));
+  const int64_t row_tiles = p.mask.row == 0 ? 1 : divide_up(p.queries, kRowTile);
+  const int64_t slices = number_of_slices(p);
   if (slices == p.batch * p.heads) return {};  // no two heads share it
-  Tensor bytes = at::zeros({size}, query.options().dtype(at::kByte));
+  Tensor bytes = at::zeros({set_mask_tiles(p)}, query.options().dtype(at::kByte));
   p.mask_tiles.data = bytes.mutable_data_ptr();
   const double read = 1.0 * slices * (p.mask.row == 0 ? 1 : p.queries) * p.keys;
   run_tasks(slices * row_tiles, read, 0, {}, [&](int64_t task, char*) { kernels().look_at_mask(p, task); });

@@ -92,6 +92,21 @@ void check_conversions() {
   }
 }
 
+// Bytes of a boolean mask, and numbers that are no normal float16: small ones are not taken for 0.
+__global__ void fill(const __grid_constant__ Buffers b) {
+  b.words[blockIdx.x * 32 + threadIdx.x] = fill_halves(b.words[blockIdx.x * 32 + threadIdx.x]);
+}
+void check_fill() {
+  const uint32_t halves[] = {0, 1, 2, 0x80, 0xff, 0x100, 0x3ff, 0x7c00};
+  constexpr int kHalves = 8;
+  Array<uint32_t> words(kHalves * kHalves);
+  const auto pair = [&](int i) { return halves[i / kHalves] | halves[i % kHalves] << 16; };
+  for (int i = 0; i < kHalves * kHalves; ++i) words[i] = pair(i);
+  run([&] { return launch<Nothing>(fill, Buffers{nullptr, nullptr, words.data(), nullptr}, 2, 32, nullptr); });
+  for (int i = 0; i < kHalves * kHalves; ++i)
+    require(words[i] == ((pair(i) & 0xffff ? 0xffff : 0) | (pair(i) >> 16 ? 0xffff0000 : 0)), "fill_halves");
+}
+
 // Shared memory holds a 32 x 8 matrix of numbers 0 ... 255, row by row.
 __global__ void load_fragments(const __grid_constant__ Buffers b) {
   auto* rows = reinterpret_cast<uint16_t*>(shared_memory());
@@ -271,6 +286,7 @@ int main() {
   using namespace attn::cuda;
   check_conversions<Half, true>();
   check_conversions<BFloat16, false>();
+  check_fill();
   check_fragments();
   check_products<Half, true>();
   check_products<BFloat16, false>();

@@ -62,13 +62,6 @@ bool any_visible_number(const Block& row, int64_t keys) {
   return false;
 }
 
-// How many different slices the mask has.
-inline int64_t number_of_slices(const Problem& p) {
-  int64_t slices = p.mask.head == 0 ? 1 : p.heads;
-  for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
-  return slices;
-}
-
 // Fills in p.mask_tiles for one tile of queries of one slice of the mask (see geometry.h). Stops reading a tile after
 // finding one score that the mask shows and one score that the mask changes, so a mask that hides keys here and there
 // costs little.

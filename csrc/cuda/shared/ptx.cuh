@@ -96,6 +96,13 @@ __device__ __forceinline__ uint32_t multiply_add_two(uint32_t a, uint32_t b, uin
   return y;
 }
 
+// Sets all bits of each half of a word that is not 0. A half is at most 0x7c00, because float16 numbers are compared.
+__device__ __forceinline__ uint32_t fill_halves(uint32_t two) {
+  uint32_t filled;
+  asm("set.ne.u32.f16x2 %0, %1, %2;" : "=r"(filled) : "r"(two), "r"(0));
+  return filled;
+}
+
 // Returns the larger number, or NaN if one of them is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;

@@ -38,8 +38,7 @@ __device__ __forceinline__ bool is_finite(const float (&x)[kRows / 8][4], const 
   return __all_sync(~0u, finite);
 }
 
-// A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0. (A product
-// of two booleans, bytes of 0 or 1, with 0xff or 0xffff has 0 or all bits of each.)
+// A boolean mask alone changes no weights: where it hides a key, packed weights and packed dS are set to 0.
 __device__ __forceinline__ bool clears_hidden(const Problem& p) {
   return p.mask.dtype == DType::boolean && !has_terms(p);
 }
@@ -326,7 +325,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
     if constexpr (kMasked) {
       if (shown.changes && clears_hidden(p))
         shared.mask[consumer].template each<uint8_t>(0, [&](int n, int half, uint32_t two) {
-          ds[n / 2][2 * (n % 2) + half] &= __byte_perm(two * 0xff, 0, 0x1100);
+          ds[n / 2][2 * (n % 2) + half] &= fill_halves(__byte_perm(two, 0, 0x4140));
         });
       __syncwarp();  // all lanes have read the mask
     }
@@ -806,7 +805,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     }
     if (!changes || !clears_hidden(p)) return;
     mask.template each_transposed<uint8_t>(
-        [&](int n, int half, uint32_t two) { shown[n / 2][2 * (n % 2) + half] = two * 0xffff; });
+        [&](int n, int half, uint32_t two) { shown[n / 2][2 * (n % 2) + half] = fill_halves(two); });
     clear_hidden(weights, shown);
   }
   static __device__ __forceinline__ void clear_hidden(Packed& x, const Packed& shown) {

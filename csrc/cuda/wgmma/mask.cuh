@@ -94,9 +94,7 @@ struct LookAtMask {
     return p.mask_tiles.row == 0 ? 1 : divide_up(p.queries, kScoreTile);
   }
   ATTN_INLINE static constexpr int64_t blocks(const Problem& p) {
-    int64_t slices = p.mask.head == 0 ? 1 : p.heads;
-    for (int d = 0; d < p.batch_dims; ++d) slices *= p.mask.batch[d] == 0 ? 1 : p.batch_size[d];
-    return slices * row_tiles(p) * key_tiles(p);
+    return number_of_slices(p) * row_tiles(p) * key_tiles(p);
   }
 
   __device__ __forceinline__ void run(int64_t number) {

@@ -59,6 +59,8 @@ uint32_t multiply_add_two(uint32_t a, uint32_t b, uint32_t c) {
   return pack<S>(number(0), number(1));
 }
 
+inline uint32_t fill_halves(uint32_t two) { return (two & 0xffff ? 0xffff : 0) | (two >> 16 ? 0xffffu << 16 : 0); }
+
 inline float max_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 
 inline float exp2_approx(float x) {
