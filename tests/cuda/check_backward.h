@@ -15,7 +15,8 @@ using Kernel = Error (*)(const BackwardParams& p, Stream stream);
 // What a kernel takes. rows_of_tile, rows_under_mask: a tile of rows of which none sees a key is not read.
 struct Takes {
   int rows_of_tile = kScoreTile, rows_under_mask = kScoreTile;
-  bool options = true;  // dropout beside others, other key heads than value heads, the gradient of a mask
+  bool options = true;    // dropout beside others, other key heads than value heads, the gradient of a mask
+  bool one_pass = false;  // see takes_one_pass(); the results of a second launch are compared, too
 };
 
 struct Case {
@@ -194,7 +195,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   Array<float> slopes(kHeads);
   for (int h = 0; h < kHeads; ++h) slopes[h] = 0.25f / static_cast<float>(h + 1);
   if (c.alibi) p.alibi_slopes = slopes.data();
-  const bool learned = c.alibi && (takes.options || c.softcap == 0);  // see uses_backward_wgmma()
+  const bool learned = c.alibi && !takes.one_pass && (takes.options || c.softcap == 0);  // see uses_backward_wgmma()
   if (learned) p.grad_slopes = grad_slopes.data();
   p.rng.data = rng.data();
   p.rng.col = 1;
@@ -268,6 +269,17 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
   }
 
   run([&] { return kernel(p, nullptr); });
+  if (takes.one_pass) {
+    std::vector<float> first;
+    const auto each = [&](auto f) {
+      for (auto* gradient : {&grad_query, &grad_key, &grad_value})
+        for (int64_t i = 0; i < gradient->array.size(); ++i) f(gradient->array[i]);
+    };
+    each([&](float x) { first.push_back(x); });
+    run([&] { return kernel(p, nullptr); });
+    size_t i = 0;
+    each([&](float x) { require(std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(first[i++]), "the same bits"); });
+  }
   const auto compare = [&](const char* what, Array<float>& actual, const std::vector<Sum>& expected) {
     for (size_t i = 0; i < expected.size(); ++i) {
       const double error = std::fabs(actual[static_cast<int64_t>(i)] - expected[i].value);
@@ -358,6 +370,24 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest, const T
        .dropout = true,
        .left = 30,
        .offset = -40},
+      {.name = "window of one head, offset and a short length",
+       .queries = 300,
+       .keys = 290,
+       .head_dim = kDim,
+       .value_dim = kOdd,
+       .left = 90,
+       .right = 50,
+       .offset = -30,
+       .length = 203},
+      {.name = "causal, grouped, several blocks of keys",
+       .queries = 190,
+       .keys = 420,
+       .head_dim = kOdd,
+       .value_dim = kDim,
+       .key_heads = 1,
+       .value_heads = 1,
+       .causal = true,
+       .offset = 230},
       {.name = "a cap, causal",
        .queries = 150,
        .keys = 170,
@@ -474,7 +504,9 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest, const T
        .tiles = true},
   };
   for (const Case& c : cases)
-    if (takes.options || (c.key_heads == c.value_heads && !(c.dropout && (c.mask || c.alibi || c.softcap > 0))))
+    if (takes.one_pass && (c.mask || c.dropout || (c.left >= 0 && c.key_heads < kHeads)))
+      continue;
+    else if (takes.options || (c.key_heads == c.value_heads && !(c.dropout && (c.mask || c.alibi || c.softcap > 0))))
       check<S>(c, kernel, dtype, unit, smallest, takes);
 }
 

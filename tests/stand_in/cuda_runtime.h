@@ -63,7 +63,7 @@ void note_store(const void* pointer, size_t bytes);
 void check_published(const void* pointer, size_t bytes, const char* who);
 
 // Adds floats of shared memory to global memory, at some time before the thread has waited.
-void start_bulk(float* to, const void* from, uint32_t bytes);
+void start_bulk(float* to, const void* from, uint32_t bytes, bool adds);
 void commit_bulk();
 void wait_for_bulk(bool reads_only);
 

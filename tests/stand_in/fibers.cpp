@@ -54,11 +54,12 @@ struct Copy {
   int bytes;
   const void* where;  // the code that copies
 };
-struct BulkAdd {
+struct BulkCopy {
   float* to;
   const float* from;
   std::vector<float> numbers;  // once they have been read
   size_t count;
+  bool adds;
   bool done = false;
 };
 
@@ -85,7 +86,7 @@ struct Fiber {
   std::vector<Copy> started;                // not committed
   std::deque<std::vector<Copy>> under_way;  // groups
   std::vector<size_t> written;              // units of shared memory that it has not published
-  std::vector<BulkAdd> bulk;
+  std::vector<BulkCopy> bulk;
   bool has_begun_products = false;
   unsigned commits = 0;                // of groups of products
   std::vector<GroupProduct> products;  // not committed
@@ -465,30 +466,30 @@ void wait_for_copies(int left) {
     }
 }
 
-static void read_bulk(BulkAdd& x) {
+static void read_bulk(BulkCopy& x) {
   if (!x.numbers.empty()) return;
   check_published(x.from, 4 * x.count, "a bulk copy reads what was not published");
   x.numbers.assign(x.from, x.from + x.count);
 }
-static void add_bulk(BulkAdd& x) {
+static void write_bulk(BulkCopy& x) {
   if (x.done) return;
   read_bulk(x);
-  for (size_t i = 0; i < x.count; ++i) x.to[i] += x.numbers[i];
+  for (size_t i = 0; i < x.count; ++i) x.to[i] = x.adds ? x.to[i] + x.numbers[i] : x.numbers[i];
   x.done = true;
 }
-void start_bulk(float* to, const void* from, uint32_t bytes) {
+void start_bulk(float* to, const void* from, uint32_t bytes, bool adds) {
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
     fail("a bulk copy is not aligned");
-  running->bulk.push_back({to, static_cast<const float*>(from), {}, bytes / 4});
+  running->bulk.push_back({to, static_cast<const float*>(from), {}, bytes / 4, adds});
 }
 void commit_bulk() {
-  for (BulkAdd& x : running->bulk) {
+  for (BulkCopy& x : running->bulk) {
     if (launch->random() % 2) read_bulk(x);
-    if (launch->random() % 4 == 0) add_bulk(x);
+    if (launch->random() % 4 == 0) write_bulk(x);
   }
 }
 void wait_for_bulk(bool reads_only) {
-  for (BulkAdd& x : running->bulk) reads_only ? read_bulk(x) : add_bulk(x);
+  for (BulkCopy& x : running->bulk) reads_only ? read_bulk(x) : write_bulk(x);
   if (!reads_only) running->bulk.clear();
 }
 

@@ -94,6 +94,17 @@ __device__ __forceinline__ void store_release(int* p, int x) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
+// Waits until it is the turn of number `turn`; bounded like a wait for a barrier.
+__device__ __forceinline__ void wait_for_turn(const int* p, int turn) {
+#ifdef ATTN_BOUNDED_WAITS
+  for (int i = 0; i < 1 << 16 && load_acquire(p) != turn; ++i) {
+  }
+#else
+  while (load_acquire(p) != turn) {
+  }
+#endif
+}
+
 // --- shared memory ---
 
 // Makes what this thread has stored in shared memory, by copy_async() too, visible to products and to bulk operations
@@ -112,6 +123,11 @@ __device__ __forceinline__ void store_matrices(SharedAddress row, const uint32_t
 __device__ __forceinline__ void add_bulk(float* to, SharedAddress from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)
+               : "memory");
+}
+// Copies them instead.
+__device__ __forceinline__ void store_bulk(float* to, SharedAddress from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -187,6 +203,7 @@ __device__ __forceinline__ void keep_beside_products() { __threadfence_block(); 
       ATTN_FOUR(25), ATTN_FOUR(26), ATTN_FOUR(27), ATTN_FOUR(28), ATTN_FOUR(29), ATTN_FOUR(30), ATTN_FOUR(31)
 // Calls F(columns, k, the numbers of the seven operands after C) for each number of columns that is in use.
 #define ATTN_EACH_WIDTH(F)              \
+  F(32, 1, 16, 17, 18, 19, 20, 21, 22)  \
   F(64, 3, 32, 33, 34, 35, 36, 37, 38)  \
   F(80, 4, 40, 41, 42, 43, 44, 45, 46)  \
   F(96, 5, 48, 49, 50, 51, 52, 53, 54)  \

@@ -63,15 +63,19 @@ ATTN_INLINE constexpr int64_t blocks_of_keys(const Problem& p, int64_t heads, in
   return entries_of(p) * heads * tiles_of_keys(p, most);
 }
 
-// The order of tasks that have `places` places in each of `lists` lists; none if all take the same time. The tasks of a
-// list pass over the same `read` keys and values, or queries and gradients.
-ATTN_INLINE constexpr TaskOrder order_of(const Problem& p, int64_t places, int64_t lists, int64_t read) {
-  const Visibility& v = p.visibility;
-  if (v.left < 0 && v.right < 0 && !v.key_lengths && !v.query_lengths && p.sequences == 0) return {};
+// The order of tasks that have `places` places in each of `lists` lists, of which as many are passed over side by side
+// as fit into the cache. The tasks of a list pass over the same `read` keys and values, or queries and gradients.
+ATTN_INLINE constexpr TaskOrder lists_side_by_side(const Problem& p, int64_t places, int64_t lists, int64_t read) {
   const int64_t parts = p.sequences > 0 && places % p.sequences == 0 ? p.sequences : 1;  // each sequence is a list
   constexpr int64_t kL2 = 32 << 20;  // bytes of them that stay there: an H100 has 50 MB
   const int64_t of_list = larger(1, read * (p.head_dim + p.value_dim) * 2);
   return {places / parts, lists * parts, larger(1, smaller(kL2 / of_list, lists * parts))};
+}
+// The same; none if all tasks take the same time.
+ATTN_INLINE constexpr TaskOrder order_of(const Problem& p, int64_t places, int64_t lists, int64_t read) {
+  const Visibility& v = p.visibility;
+  if (v.left < 0 && v.right < 0 && !v.key_lengths && !v.query_lengths && p.sequences == 0) return {};
+  return lists_side_by_side(p, places, lists, read);
 }
 // The orders of tasks that own up to `most` rows each, and of tasks that own up to `most` keys of one head each, where
 // keys have `heads` heads.

@@ -402,6 +402,11 @@ struct KeyWork {
   Begins<BackwardTaskParams> begins;
 
   __device__ __forceinline__ void set(const BackwardTaskParams& p, int64_t number) {
+    if (p.turns) {  // in one pass the last keys come first
+      const int64_t tasks = tiles_of_keys(p, kKeys);
+      const auto [list, task_of_list] = divide(number, tasks);
+      number = list * tasks + tasks - 1 - task_of_list;
+    }
     task.key_head = task.set_own_keys(p, number, p.key_heads, kKeys);
     keys = static_cast<int>(larger(0, task.last_key - task.first_key));
     rows = task.rows_of_group(p);
@@ -428,37 +433,62 @@ struct alignas(16) TwoShifts {
   Pair<float> of[2];
 };
 
-template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders, Extra kExtra>
+// The parts of the producer: rows, the gradient of their output and, in one pass, a warp that adds to dQ.
+template <bool kOnePass>
+constexpr int kGradKeyParts = kOnePass ? 4 : 2;
+
+// What one pass needs beside: dS of a tile for the products of all consumers, and what these give.
+template <class S, int kKeys, int kDim, int kRows, int kReaders>
+struct QuerySums {
+  static constexpr int kConsumers = kKeys / 64, kCols = kDim / kConsumers;  // the columns of dQ of a consumer
+
+  PanelTile<S, kKeys, kDim> finite_key;                   // with 0 in place of infinities and NaNs
+  PanelTile<S, kKeys, kRows> ds;                          // a row for each key
+  alignas(128) float of_tile[kConsumers][kRows * kCols];  // four numbers of each thread for each fragment
+  RingBarriers<1, kGroupThreads * kConsumers, kReaders> slopes;
+  RingBarriers<1, kGroupThreads, 1> sums[kConsumers];
+
+  __device__ __forceinline__ void init_all() {
+    slopes.init_all();
+    for (auto& of_consumer : sums) of_consumer.init_all();
+  }
+};
+
+template <class S, int kKeys, int kDim, int kRows, int kStages, int kReaders, Extra kExtra, bool kOnePass>
 struct GradKeyTiles {
   using Mask = MaskTile<S, kRows, 64, true, true>;  // of a consumer
   PanelTile<S, kKeys, kDim> key, value;
   PanelTile<S, kRows, kDim> query[kStages], grad_output[kStages];
   std::conditional_t<kExtra == Extra::mask, Mask, Nothing> mask[kStages][kKeys / 64];
+  std::conditional_t<kOnePass, QuerySums<S, kKeys, kDim, kRows, kReaders>, Nothing> query_sums;
   SeeingRows<kRows, kExtra> rows[kStages];
   RingBarriers<1, kGroupThreads, kReaders> keys;
-  RingBarriers<kStages, kGroupThreads / 2, kReaders> queries, grad_outputs;
+  RingBarriers<kStages, kGroupThreads / kGradKeyParts<kOnePass>, kReaders> queries, grad_outputs;
 
   __device__ __forceinline__ void init_all() {
     keys.init_all();
     queries.init_all();
     grad_outputs.init_all();
+    if constexpr (kOnePass) query_sums.init_all();
   }
 };
-template <class S, int kDim, int kRows, int kStages, Extra kExtra, int kConsumers = 2>
+template <class S, int kDim, int kRows, int kStages, Extra kExtra, bool kOnePass, int kConsumers = 2>
 using GradKeyTasks =
     TasksWgmma<BackwardTaskParams, KeyWork<64 * kConsumers>,
-               GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers, kExtra>, kConsumers>;
+               GradKeyTiles<S, 64 * kConsumers, kDim, kRows, kStages, 4 * kConsumers, kExtra, kOnePass>, kConsumers,
+               kGradKeyParts<kOnePass>>;
 
-// kRows: of a tile.
-template <class S, int kDim, int kRows, int kStages, Extra kExtra = Extra::none>
-struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
+// kRows: of a tile. kOnePass: whether the block also adds its share to dQ (see one_pass.cuh).
+template <class S, int kDim, int kRows, int kStages, Extra kExtra = Extra::none, bool kOnePass = false>
+struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
   static constexpr int kProducerRegisters = kDim <= 64 ? 56 : 40, kConsumerRegisters = kDim <= 64 ? 224 : 232;
   static constexpr bool kHasTerms = takes_terms(kExtra), kMasked = kExtra == Extra::mask,
                         kDrops = kExtra == Extra::dropout;
   using Rows = SeeingRows<kRows, kExtra>;
-  using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kExtra>;
-  using Tasks::kCopying, Tasks::p, Tasks::shared;
-  static constexpr int kKeys = Tasks::kConsumerThreads / 2;  // a warpgroup owns 64
+  using Tasks = GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass>;
+  using Tasks::kConsumerThreads, Tasks::kCopying, Tasks::p, Tasks::shared;
+  static constexpr int kKeys = kConsumerThreads / 2;  // a warpgroup owns 64
+  static constexpr int kConsumers = kConsumerThreads / kGroupThreads, kQueryCols = kDim / kConsumers;
   using Work = KeyWork<kKeys>;
   using Operands = TaskOperands<BackwardTaskParams>;
   using Fragments = ScoresMma<S, kRows / 8, true>;
@@ -467,7 +497,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   using Packed = uint32_t[kRows / 16][4];
   struct Place {
     Ring<kStages> stage;
-    Ring<1> keys;
+    Ring<1> keys, query_sums;
   };
 
   ATTN_INLINE static constexpr int64_t blocks(const BackwardTaskParams& p) {
@@ -479,7 +509,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     if constexpr (!kHasSm90)
       trap();
     else
-      Tasks::template run<kProducerRegisters, kConsumerRegisters>(
+      Tasks::template run<kProducerRegisters, kConsumerRegisters, kOnePass>(
           number, blocks(p), [&](const Work& work) { copy(work, place); },
           [&](int consumer) { Tasks::consume([&](const Work& work) { attend(work, consumer, place); }); });
   }
@@ -493,16 +523,58 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     start_own(shared.value, work, p.value, Operands::kValue, p.value_dim);
     commit_copies();
     place.keys = place.keys.after();
-    if (Tasks::in_first_half())
+    if (Tasks::part() == 0) {
       copy_rows(work, place.stage, p.query, Operands::kQuery, p.head_dim, shared.query, shared.queries,
                 [&](int stage, const Row& first, int count, bool changes) {
                   set_rows(shared.rows[stage], work, first, count, changes);
                   if constexpr (kMasked)
                     if (changes) start_mask(stage, work, first, count);
                 });
-    else
+    } else if (Tasks::part() == 1) {
       copy_rows(work, place.stage, p.grad_output, Operands::kGradOutput, p.value_dim, shared.grad_output,
                 shared.grad_outputs, [](int, const Row&, int, bool) {});
+    } else {
+      Filling{&shared.keys.full[0]}.finish();
+      if constexpr (kOnePass)
+        if (Tasks::part() == 2) add_to_queries(work, place.query_sums);
+    }
+  }
+  // Adds what the consumers have computed of each tile's dQ, when it is the turn of these keys.
+  __device__ __forceinline__ void add_to_queries(const Work& work, Ring<1>& at) {
+    const Task& task = work.task;
+    const int64_t list = (task.n * p.key_heads + task.key_head) * divide_up(p.rows(), kRows);
+    const bool is_first_lane = thread_index() % 32 == 0;
+#pragma unroll 1
+    for (int64_t first = first_seeing(work, 0); first < work.rows; first = first_seeing(work, first + kRows)) {
+      const int64_t tile = list + first / kRows, count = smaller(kRows, work.rows - first);
+      const Range seen = visible_keys(task.sequence, positions_of_rows(task.sequence, row_at(work, first), count));
+      const int turn = static_cast<int>((seen.last - 1) / kKeys - task.first_key / kKeys);  // the last keys have turn 0
+      if (is_first_lane) wait_for_turn(&p.turns[tile], turn);
+      __syncwarp();
+      float* to = static_cast<float*>(p.grad_query_sum.data) + tile * kRows * kDim;
+#pragma unroll 1
+      for (int consumer = 0; consumer < kConsumers; ++consumer, to += kRows * kQueryCols) {
+        auto& [full, empty] = shared.query_sums.sums[consumer];
+        wait(full[0], at.parity);
+        if (is_first_lane) {
+          const SharedAddress from = shared_address(shared.query_sums.of_tile[consumer]);
+          constexpr uint32_t kBytes = kRows * kQueryCols * sizeof(float);
+          if (turn == 0)
+            store_bulk(to, from, kBytes);
+          else
+            add_bulk(to, from, kBytes);
+          commit_bulk();
+          wait_for_bulk_reads();
+        }
+        __syncwarp();
+        arrive_once(empty[0]);
+      }
+      if (is_first_lane) {
+        wait_for_bulk();
+        store_release(&p.turns[tile], turn + 1);
+      }
+      at = at.after();
+    }
   }
   __device__ __forceinline__ void start_own(PanelTile<S, kKeys, kDim>& tile, const Work& work, const Operand& x,
                                             int name, int64_t cols) {
@@ -584,11 +656,13 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
   __device__ __forceinline__ void set_rows(Rows& to, const Work& work, const Row& first, int count, bool changes) {
     const Task& task = work.task;
     const int thread = thread_index() % kCopying;
+    // One pass multiplies dS of all keys by K, so keys that are not there are hidden, too.
+    const int64_t last_key = kOnePass ? task.first_key + kKeys : task.last_key;
     if (thread == 0) {
       to.is_over = count == 0;
       to.changes = changes;
       to.hides = count < kRows || !all_visible(task.sequence, positions_of_rows(task.sequence, first, count),
-                                               {task.first_key, task.last_key});
+                                               {task.first_key, last_key});
     }
     if (count == 0) return;
     const int64_t queries = task.sequence.queries;
@@ -614,12 +688,14 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     Sum of_ds = {}, of_weights = {};
     if (uniform(!work.rows_seen.empty())) {
       wait(shared.keys.full[0], place.keys.parity);
+      if constexpr (kOnePass) copy_finite_keys();
       Ring<kStages>& stage = place.stage;
 #pragma unroll 1
       for (;; stage = stage.after()) {
         wait(shared.queries.full[stage.stage], stage.parity);
         if (uniform(shared.rows[stage.stage].is_over)) break;
-        add_tile(work, of_ds, of_weights, consumer, stage);
+        add_tile(work, of_ds, of_weights, consumer, stage, place.query_sums);
+        if constexpr (kOnePass) place.query_sums = place.query_sums.after();
       }
       wait(shared.grad_outputs.full[stage.stage], stage.parity);
       __syncwarp();  // all lanes have read that it is over
@@ -633,8 +709,56 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     write(work, p.grad_value, Operands::kGradValue, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
+  // dQ reads K with 0 in place of infinities and NaNs, which reach dQ only through dS; scores need them.
+  __device__ __forceinline__ void copy_finite_keys() {
+    constexpr int kBarrier = 1;
+    const auto* const from = reinterpret_cast<const Vec16<uint32_t>*>(shared.key.numbers);
+    auto* const to = reinterpret_cast<Vec16<uint32_t>*>(shared.query_sums.finite_key.numbers);
+    sync_threads<kConsumerThreads>(kBarrier);  // no products read those of the task before
+#pragma unroll 1
+    for (int i = thread_index(); i < kKeys * kDim / kVector; i += kConsumerThreads) {
+      Vec16<uint32_t> vector = from[i];
+#pragma unroll
+      for (uint32_t& two : vector.at) two = make_finite<S>(two);
+      to[i] = vector;
+    }
+    publish_writes();
+    sync_threads<kConsumerThreads>(kBarrier);
+  }
+  // Starts a consumer's columns of dS K, for all rows of the tile. dS is stored for it as [keys, rows].
+  using QuerySum = float[kQueryCols / 8][4];
+  __device__ __forceinline__ void start_query_sum(QuerySum& sum, const Packed& ds, int consumer, const Ring<1>& at) {
+    static_assert(kRows == 64);
+    auto& tiles = shared.query_sums;
+    const MmaThread thread;
+    const int key = 16 * thread.warp + thread.lane % 16;
+    const SharedAddress row = shared_address(tiles.ds.numbers) + key * 128;
+    wait(tiles.slopes.empty[0], at.parity ^ 1);
+#pragma unroll
+    for (int k = 0; k < kRows / 16; ++k) store_matrices(row + ((2 * k + thread.lane / 16) ^ key % 8) * 16, ds[k]);
+    publish_writes();
+    arrive(tiles.slopes.full[0]);
+    wait(tiles.slopes.full[0], at.parity);
+    const Matrix a = tiles.ds.matrix();
+    const Matrix b = from_column<kKeys>(tiles.finite_key.matrix(), kQueryCols * consumer);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k)
+      multiply_group<S, true, true>(sum, from_row(a, 16 * k), from_row(b, 16 * k), k > 0);
+    commit_products();
+  }
+  __device__ __forceinline__ void pass_on(const QuerySum& sum, int consumer, const Ring<1>& at) {
+    auto& tiles = shared.query_sums;
+    auto* const to = reinterpret_cast<Vec16<float>*>(tiles.of_tile[consumer]) + thread_index() % kGroupThreads;
+    wait(tiles.sums[consumer].empty[0], at.parity ^ 1);
+#pragma unroll
+    for (int n = 0; n < kQueryCols / 8; ++n) to[n * kGroupThreads] = {{sum[n][0], sum[n][1], sum[n][2], sum[n][3]}};
+    publish_writes();
+    arrive(tiles.sums[consumer].full[0]);
+  }
+
   __device__ __forceinline__ void add_tile(const Work& work, Sum& of_ds, Sum& of_weights, int consumer,
-                                           const Ring<kStages>& stage) {
+                                           const Ring<kStages>& stage, const Ring<1>& of_queries) {
     const Rows& rows = shared.rows[stage.stage];
     auto &query = shared.query[stage.stage], &grad_output = shared.grad_output[stage.stage];
     Scores x, dx;
@@ -692,9 +816,16 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra> {
     turn_into_ds(dx, x, hides || (changes && !clears));
     pack_all<S>(ds, dx);
     if (clears) clear_hidden(ds, shown);
+    [[maybe_unused]] QuerySum of_query;
+    if constexpr (kOnePass) start_query_sum(of_query, ds, consumer, of_queries);
     start_weighted(of_ds, ds, query);
     wait_for_products<1>(of_weights);
     arrive_once(shared.grad_outputs.empty[stage.stage]);
+    if constexpr (kOnePass) {
+      wait_for_products<1>(of_query);
+      arrive_once(shared.query_sums.slopes.empty[0]);
+      pass_on(of_query, consumer, of_queries);
+    }
     wait_for_products<0>(of_ds);
     __syncwarp();  // all lanes have read the numbers of the rows
     arrive_once(shared.queries.empty[stage.stage]);

@@ -85,7 +85,7 @@ struct LatentWgmma : LatentTasks<S, kStages> {
     const auto start = [&](const auto& copy, auto& tile, int64_t key, int keys, int col) {
       this->template start_keys<kPaged>(copy, tile, task, p.key, data + col, key, keys, p.head_dim - col);
     };
-    if (Tasks::in_first_half())
+    if (Tasks::part() == 0)
       this->fill(work, shared.keys, stage,
                  [&](int i, int64_t key, int keys) { start(of_half, shared.key[i].first, key, keys, 0); });
     else

@@ -218,7 +218,7 @@ struct RowTasks : TasksWgmma<Params, RowWork<Params, kTaskRows, kKeys, kExtra>,
                                             PanelTile<S, kKeys, kDim> (&key)[kStages],
                                             PanelTile<S, kKeys, kDim> (&value)[kStages]) {
     const Task& task = work.task;
-    if (Tasks::in_first_half())
+    if (Tasks::part() == 0)
       copy_keys<kPaged>(work, p.key, work.begins.of[Operands::kKey] + task.key_head * p.key.head, p.head_dim, key,
                         shared.keys, stage);
     else

@@ -54,12 +54,12 @@ struct Begins {
 
 // Params: ForwardParams or BackwardTaskParams. Work: a task, in shared memory. One thread calls Work::set(p, number),
 // and then a warp sets Work::begins. Tiles: a struct of the block's tiles in shared memory and of their barriers, which
-// init_all() initializes.
-template <class Params, class Work, class Tiles, int kConsumers>
+// init_all() initializes. kParts: of the producer, each of which copies something else.
+template <class Params, class Work, class Tiles, int kConsumers, int kParts = 2>
 struct TasksWgmma {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads, kBlocks = 1;
   static constexpr int kConsumerThreads = kConsumers * kGroupThreads;
-  static constexpr int kCopying = kGroupThreads / 2;  // each half of the producer copies something else
+  static constexpr int kCopying = kGroupThreads / kParts;  // threads of a part
 
   // The next task of this block, and how it is counted. In shared memory, because the producer has few registers.
   struct Next {
@@ -78,12 +78,16 @@ struct TasksWgmma {
   const Params& p;
   Shared& shared;
 
-  // copy(work) copies all tiles of a task. consume(number) is the part of a consumer.
-  template <int kProducerRegisters, int kConsumerRegisters, class Copy, class Consume>
+  // copy(work) copies all tiles of a task. consume(number) is the part of a consumer. kTakesAll: whether tasks start in
+  // order, because a task waits for those before it. Then a block takes a ticket for its first task, too.
+  template <int kProducerRegisters, int kConsumerRegisters, bool kTakesAll = false, class Copy, class Consume>
   __device__ __forceinline__ void run(int64_t number, int64_t tasks, Copy copy, Consume consume) {
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1));
     if (threadIdx.x == 0) {
-      shared.next = {number, tasks, static_cast<int64_t>(gridDim.x) * gridDim.y};
+      if constexpr (kTakesAll)
+        shared.next = {take_ticket(p.counters), tasks, 0};
+      else
+        shared.next = {number, tasks, static_cast<int64_t>(gridDim.x) * gridDim.y};
       shared.tasks.init_all();
       shared.init_all();
       fence_inits();
@@ -100,8 +104,8 @@ struct TasksWgmma {
     }
   }
 
-  // Whether this thread is in the first half of the producer.
-  static __device__ __forceinline__ bool in_first_half() { return thread_index() % kGroupThreads < kCopying; }
+  // The part of the producer that this thread is in.
+  static __device__ __forceinline__ int part() { return thread_index() % kGroupThreads / kCopying; }
 
   template <class Copy>
   __device__ __forceinline__ void produce(Copy copy) {

@@ -41,6 +41,10 @@ void arrive_threads(int number) {
 
 inline int load_acquire(const int* p) { return stand_in::load_acquire(p); }
 inline void store_release(int* p, int x) { stand_in::store_release(p, x); }
+inline void wait_for_turn(const int* p, int turn) {
+  while (load_acquire(p) != turn) {
+  }
+}
 
 inline void publish_writes() { stand_in::publish_writes(); }
 
@@ -61,7 +65,10 @@ inline void store_matrices(SharedAddress row, const uint32_t (&r)[4]) {
 }
 
 inline void add_bulk(float* to, SharedAddress from, uint32_t bytes) {
-  stand_in::start_bulk(to, reinterpret_cast<const void*>(from), bytes);
+  stand_in::start_bulk(to, reinterpret_cast<const void*>(from), bytes, true);
+}
+inline void store_bulk(float* to, SharedAddress from, uint32_t bytes) {
+  stand_in::start_bulk(to, reinterpret_cast<const void*>(from), bytes, false);
 }
 inline void commit_bulk() { stand_in::commit_bulk(); }
 inline void wait_for_bulk_reads() { stand_in::wait_for_bulk(true); }
