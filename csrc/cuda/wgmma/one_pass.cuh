@@ -5,7 +5,7 @@
 // The library does not launch it, because no GPU has shown yet where it is faster. The first run on a GPU measures both.
 #pragma once
 
-#include "cuda/wgmma/backward.cuh"
+#include "cuda/wgmma/grad_key.cuh"
 
 namespace attn::cuda {
 
