@@ -1,6 +1,6 @@
 """How fast Hopper's backward should be: `python benchmarks/backward_model.py`. No GPU is needed.
 
-A multiprocessor is simulated for a while (csrc/cuda/wgmma/backward.cuh): its two consumers give
+A multiprocessor is simulated for a while (csrc/cuda/wgmma/grad_query.cuh, grad_key.cuh): its two consumers give
 products to tensor cores, wait for them, and share the schedulers and the units of exponentials. The
 cycles of a tile follow, but not fewer than the formula of hopper_model.py gives. Tasks are dealt to
 multiprocessors as the kernels do it. What is assumed stands in `Card` of hopper_model.py and in
@@ -29,6 +29,7 @@ from hopper_model import (
     Call,
     Card,
     lists_at_once,
+    lists_side_by_side,
     overlap,
     theirs,
 )  # fmt: skip
@@ -39,7 +40,7 @@ CONSUMERS, ROWS = 2, 64  # of each: rows or keys that it owns
 
 
 class Pass(NamedTuple):
-    """An instance of GradQueryWgmma or GradKeyWgmma.
+    """An instance of GradQueryWgmma or GradKeyWgmma. In one pass there is one of the latter alone.
 
     What a warp of a consumer issues for a tile, in turn: to start products, to turn scores into
     weights, to turn those into dS. And a warp of the producer. Limits of tests/test_cuda_sass.py.
@@ -53,6 +54,7 @@ class Pass(NamedTuple):
     slopes: int
     copy: int
     exponentials_of_score: int = 1  # see hopper_model.Shape
+    pass_on: int = 0  # in one pass: to pass on a share of dQ, behind the start of its products
 
     @property
     def dots(self) -> float:
@@ -64,9 +66,16 @@ class Pass(NamedTuple):
         return self.others / 16 * self.dim / 2
 
     @property
+    def share(self) -> float:
+        """The same for a consumer's columns of dQ, if there is one pass: both factors, too."""
+        columns = self.dim / CONSUMERS
+        cycles = CONSUMERS * ROWS / 16 * max(columns / 2, (2048 + 32 * columns) / 128)
+        return cycles if self.pass_on else 0.0
+
+    @property
     def tensor(self) -> float:
         """Cycles of a tile, of both consumers."""
-        return CONSUMERS * (2 * self.dots + (1 if self.of_query else 2) * self.sum)
+        return CONSUMERS * (2 * self.dots + (1 if self.of_query else 2) * self.sum + self.share)
 
     @property
     def exponentials(self) -> float:
@@ -105,6 +114,25 @@ OPTIONS = {
 }  # fmt: skip
 
 
+# Of cuDNN's speed, at 8192 keys.
+ONE_PASS_OF_CUDNN = {64: 0.80, 128: 0.90}
+# All three gradients in one pass (csrc/cuda/wgmma/one_pass.cuh), plain and with the option.
+ONE_PASS = {
+    "": {
+        64: (Pass(64, 64, False, 56, 160, 178, 369, 1, 32),),
+        128: (Pass(128, 64, False, 83, 160, 164, 680, 1, 49),),
+    },
+    "alibi": {
+        64: (Pass(64, 64, False, 58, 256, 182, 372, 1, 32),),
+        128: (Pass(128, 64, False, 83, 258, 168, 682, 1, 49),),
+    },
+    "softcap": {
+        64: (Pass(64, 64, False, 58, 424, 182, 372, 3, 32),),
+        128: (Pass(128, 64, False, 83, 440, 168, 682, 3, 49),),
+    },
+}
+
+
 class Simulation:
     """Two consumers that pass over `tiles` tiles each."""
 
@@ -116,6 +144,7 @@ class Simulation:
         self.products: list[list[float]] = [[], []]  # cycles left, in order
         self.ended = [0, 0]  # products of each consumer
         self.started = [0, 0]
+        self.stored = [0, 0]  # tiles of dS that each has stored for the other
         # What each computes: how much is left of it, and what part of the schedulers and of the
         # units of exponentials it would take alone.
         self.work: list[tuple[float, float, float] | None] = [None, None]
@@ -129,6 +158,12 @@ class Simulation:
         yield lambda: self.ended[me] >= product
         end = self.now + SYNC
         yield lambda: self.now >= end
+
+    def meet(self, me: int) -> Iterator[Callable[[], bool]]:
+        """Waits until the other consumer has stored dS of this tile, too."""
+        self.stored[me] += 1
+        mine, end = self.stored[me], self.now + SYNC
+        yield lambda: min(self.stored) >= mine and self.now >= end
 
     def compute(
         self, me: int, issued: float, exponentials: float = 0.0
@@ -160,7 +195,14 @@ class Simulation:
             yield from self.wait(me, slopes)
             self.start(me, of.sum)
             yield from self.compute(me, of.slopes)
-            yield from self.wait(me, self.start(me, of.sum))
+            if of.pass_on:
+                yield from self.meet(me)
+                share, last = self.start(me, of.share), self.start(me, of.sum)
+                yield from self.wait(me, share)
+                yield from self.compute(me, of.pass_on)
+                yield from self.wait(me, last)
+            else:
+                yield from self.wait(me, self.start(me, of.sum))
 
     def pass_step(self) -> None:
         multiplying = [me for me in range(CONSUMERS) if self.products[me]]
@@ -215,21 +257,31 @@ def seconds_of(of: Pass, call: Call) -> float:
     of_tile, lists = cycles_of_tile(of), call.batch * call.heads
     at_once = max(1, lists_at_once(call))
     ends = [0.0] * CARD.multiprocessors
+    tasks = tiles_of_tasks(of, call)
+    if of.pass_on:  # from the last keys on; a block is a tile behind the one whose turn is before
+        tasks.reverse()
+        at_once = min(lists, lists_side_by_side(call))
+        if not call.causal:
+            ends = [i // at_once * of_tile for i in range(CARD.multiprocessors)]
+            heapq.heapify(ends)
     for first in range(0, lists, at_once):
-        for tiles in tiles_of_tasks(of, call):
+        for tiles in tasks:
             for _ in range(min(at_once, lists - first)):
                 heapq.heapreplace(ends, ends[0] + CARD.latency + CARD.end + of_tile * tiles)
     return max(ends) / CARD.clock
 
 
-def seconds(call: Call, form: str = "") -> float:
-    """Both passes, after the kernel that computes delta from the output and its gradient."""
-    of_form = OPTIONS[form] if form else PASSES
+def seconds(call: Call, form: str = "", one_pass: bool = False) -> float:
+    """The passes, after the kernel that computes delta from the output and its gradient."""
+    of_form = ONE_PASS[form] if one_pass else OPTIONS[form] if form else PASSES
     read = 2 * 2.0 * call.batch * call.heads * call.length * call.dim
     delta = decode_model.Card().launch + read / decode_model.Card().bytes_a_second
     passes = sum(seconds_of(of, call) for of in of_form[call.dim])
-    products = 7 / 2 * call.flop / CARD.matmul  # call.flop: of the two of the forward
-    return delta + CARD.launch + max(passes, products)
+    # call.flop: of the two of the forward
+    products = (5 if one_pass else 7) / 2 * call.flop / CARD.matmul
+    # In one pass another kernel reads the sums of dQ, in float32, and writes dQ.
+    rounding = decode_model.Card().launch + 1.5 * read / decode_model.Card().bytes_a_second
+    return delta + CARD.launch + max(passes, products) + (rounding if one_pass else 0.0)
 
 
 class Prediction(NamedTuple):
@@ -238,9 +290,13 @@ class Prediction(NamedTuple):
     cudnn: float  # measured, ms
     floor: float  # of its speed
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         c = self.call
-        name = f"{'causal ' if c.causal else ''}{c.batch}x{c.heads}x{c.length} D{c.dim}"
+        return f"{'causal ' if c.causal else ''}{c.batch}x{c.heads}x{c.length} D{c.dim}"
+
+    def __str__(self) -> str:
+        c, name = self.call, self.name
         rates = [2.5 * c.flop / ms / 1e9 for ms in (self.ms, self.cudnn)]
         text = f"{name:26}{rates[0]:4.0f} TFLOP/s predicted; {self.cudnn / self.ms:.2f} of cuDNN's"
         return f"{text} {rates[1]:.0f}, at least {self.floor:.2f}"
@@ -270,6 +326,11 @@ def predictions() -> list[Prediction]:
     ]
 
 
+def gain_of_one_pass(call: Call, form: str = "") -> float:
+    """How many times as fast one pass is as two."""
+    return seconds(call, form) / seconds(call, form, one_pass=True)
+
+
 def of_plain(form: str, dim: int) -> float:
     """The part of the speed of the same call without an option that is left with it."""
     call = Call(8, 2048 // dim, 2048, dim, form not in NOT_CAUSAL)
@@ -290,6 +351,12 @@ if __name__ == "__main__":
             print(f"{name} D{dim}: {cycles}, tensor cores busy {busy:.2f}")
     for prediction in predictions():
         print(prediction)
+    for form in ONE_PASS:
+        for prediction in predictions():
+            gain = gain_of_one_pass(prediction.call, form)
+            print(
+                f"one pass, {form or 'plain'}, {prediction.name}: {gain:.2f} of two passes' speed"
+            )
     for form, passes_of_form in OPTIONS.items():
         for dim in passes_of_form:
             asked = OF_PLAIN.get((form, "backward"), {}).get(dim, 0.0)

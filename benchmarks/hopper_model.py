@@ -190,8 +190,11 @@ def seconds(call: Call, shape: Shape | None = None, at_once: int | None = None) 
 
 def lists_at_once(call: Call) -> int:
     """As order_of() in csrc/cuda/shared/rows.cuh."""
-    if not call.causal:
-        return 0
+    return lists_side_by_side(call) if call.causal else 0
+
+
+def lists_side_by_side(call: Call) -> int:
+    """As the function there of this name."""
     return max(1, min((32 << 20) // (4 * call.length * call.dim), call.batch * call.heads))
 
 

@@ -52,6 +52,28 @@ def test_slopes_that_need_no_gradient(dim: int) -> None:
     assert of.slopes == with_cap.slopes
 
 
+@pytest.mark.parametrize("form", model.ONE_PASS)
+@pytest.mark.parametrize("dim", model.PASSES)
+def test_counts_of_one_pass(dim: int, form: str) -> None:
+    (of,) = model.ONE_PASS[form][dim]
+    limit = GRADIENT_LIMITS[f"one pass, {dim}{LIMITS[form]}"]
+    assert limit.kernel.startswith(f"GradKeyWgmma<BFloat16, {dim}, {of.others}, ")
+    counted = (limit.start, limit.weigh, limit.slopes, limit.copying)
+    assert counted == (of.start, of.weigh, of.slopes + of.pass_on, of.copy)
+    shares = model.CONSUMERS * model.ROWS // 16
+    assert limit.products == 2 * dim // 16 + 2 * of.others // 16 + shares
+
+
+@pytest.mark.parametrize("prediction", model.predictions(), ids=str)
+def test_one_pass(prediction: model.Prediction) -> None:
+    """It reaches what is asked of it, and with a cap four fifths of the plain backward."""
+    call = prediction.call
+    if call.length > 4096:
+        asked = model.ONE_PASS_OF_CUDNN[call.dim]
+        assert prediction.cudnn / 1e3 / model.seconds(call, one_pass=True) >= asked
+    assert model.seconds(call) / model.seconds(call, "softcap", one_pass=True) >= 0.8
+
+
 TWICE = "each of the two passes computes the cap: 2 x 3 exponentials and reciprocals of a score"
 
 

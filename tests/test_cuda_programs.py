@@ -743,12 +743,6 @@ MUTATIONS = {
                 "turn > 0 ? turn - 1 : 0",
             ),
             (
-                "no block waits for its turn",
-                "grad_key",
-                "if (is_first_lane) «wait_for_turn(&p.turns[tile], turn);»",
-                ";",
-            ),
-            (
                 "a turn is passed on before the sums are there",
                 "grad_key",
                 "        «wait_for_bulk();»",
@@ -763,8 +757,8 @@ MUTATIONS = {
             (
                 "the first share is added to what was there",
                 "grad_key",
-                "          if («turn == 0»)\n            store_bulk",
-                "false",
+                "            «store_bulk(to, from, kBytes);»",
+                "add_bulk(to, from, kBytes);",
             ),
             (
                 "a share is copied before it is there",
@@ -821,12 +815,6 @@ MUTATIONS = {
                 "task.last_key",
             ),
             ("keys are infinite", "grad_key", "two = «make_finite<S>(two)»;", "two"),
-            (
-                "keys are copied while products read those before",
-                "grad_key",
-                "    «sync_threads<kConsumerThreads>(kBarrier);»  // no products",
-                ";",
-            ),
             (
                 "keys are multiplied before they are finite",
                 "grad_key",

@@ -302,9 +302,11 @@ struct BarriersKernel {
       if (thread == 0) {
         // Blocks take turns in the order in which they come here, and each adds to the same numbers.
         const int ticket = take_ticket(p.turn + 1);
-        while (load_acquire(p.turn) != ticket) {
-        }
-        add_bulk(p.floats, shared_address(shared.sums), sizeof(shared.sums));
+        wait_for_turn(p.turn, ticket);
+        if (ticket == 0)
+          store_bulk(p.floats, shared_address(shared.sums), sizeof(shared.sums));
+        else
+          add_bulk(p.floats, shared_address(shared.sums), sizeof(shared.sums));
         commit_bulk();
         wait_for_bulk_reads();
         shared.sums[0] = NAN;
@@ -319,9 +321,10 @@ void check_barriers() {
   Array<int> turn(2);
   Array<float> floats(64);
   Array<uint32_t> words(4 * kGroupThreads);
+  for (int i = 0; i < 64; ++i) floats[i] = NAN;
   run([&] { return launch_blocks<BarriersKernel>(Buffers{turn.data(), floats.data(), words.data()}, nullptr); });
   require(turn[0] == 4, "turns");
-  for (int i = 0; i < 64; ++i) require(floats[i] == 4.f * i, "add_bulk");
+  for (int i = 0; i < 64; ++i) require(floats[i] == 4.f * i, "store_bulk or add_bulk");
   constexpr int kNumbers = BarriersKernel::kNumbers;
   for (int i = 0; i < 4 * kGroupThreads; ++i) {
     const int thread = i % kGroupThreads, sum = (kGroupThreads - 1 - thread) * kNumbers + kNumbers * (kNumbers - 1) / 2;
@@ -336,6 +339,7 @@ int main() {
   using namespace attn::cuda;
   need_hopper();
   check_barriers();
+  check_layouts<BFloat16, 32>();
   check_layouts<BFloat16, 64>();
   check_layouts<Half, 64>();
   check_layouts<BFloat16, 80>();

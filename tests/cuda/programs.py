@@ -15,7 +15,7 @@ import cuda_toolkit
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 PROGRAMS = sorted(path.stem for path in HERE.glob("check_*.cu"))
-MEASURING = ["variants_sm90"]  # which nothing but a GPU runs
+MEASURING = ["variants_sm90", "variants_backward_sm90"]  # which nothing but a GPU runs
 
 HOPPER = ["-gencode=arch=compute_90a,code=sm_90a", "-DATTN_SM90A"]
 # A wait that lasts too long goes on, with wrong numbers, and the program ends.

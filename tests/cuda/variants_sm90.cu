@@ -1,11 +1,9 @@
 // Variants of the forward on Hopper side by side: the keys of a tile, stages, turns, tasks, tensor maps. Prints TFLOP/s
 // and how far a variant's output is from the library's. For a GPU: nothing of it runs over the stand-in.
-#include <algorithm>
-#include <cmath>
 #include <string>
-#include <vector>
 
 #include "tensor_maps.cuh"
+#include "variants.h"
 
 namespace attn::cuda {
 namespace {
@@ -86,58 +84,19 @@ class Variants {
     const bool is_first = !has_first_;
     p_.output.data = is_first ? x_[4] : x_[3];
     has_first_ = true;
-    const auto launch_once = [&] {
+    require_done(cudaMemset(p_.output.data, 0xff, 2 * count()));
+    const double ms = median_ms([&]() -> Error {
       if (p_.counters) require_done(cudaMemsetAsync(p_.counters, 0, sizeof(int), nullptr));
-      const Error error = launch_kernel();
-      require(!error, error ? error : "");
-    };
-    require_done(cudaMemset(p_.output.data, 0xff, bytes()));
-    cudaEvent_t from, to;
-    require_done(cudaEventCreate(&from));
-    require_done(cudaEventCreate(&to));
-    std::vector<float> times;
-    for (int i = 0; i < 12; ++i) {
-      require_done(cudaEventRecord(from));
-      launch_once();
-      require_done(cudaEventRecord(to));
-      require_done(cudaEventSynchronize(to));
-      float ms = 0;
-      require_done(cudaEventElapsedTime(&ms, from, to));
-      if (i > 1) times.push_back(ms);
-    }
-    std::sort(times.begin(), times.end());
-    const double ms = times[times.size() / 2];
+      return launch_kernel();
+    });
     const double flop = 4.0 * s_.batch * s_.heads * s_.length * s_.length * kDim * (s_.causal ? 0.5 : 1);
     std::printf("%d x %d x %5d, %3d %-7s %-32s %8.3f ms %5.0f TFLOP/s, off by %.1e\n", s_.batch, s_.heads, s_.length,
-                kDim, s_.causal ? "causal" : "full", name.c_str(), ms, flop / ms * 1e-9, is_first ? 0 : difference());
+                kDim, s_.causal ? "causal" : "full", name.c_str(), ms, flop / ms * 1e-9,
+                is_first ? 0 : largest_difference(x_[3], x_[4], count()));
     std::fflush(stdout);
   }
-  size_t bytes() const { return size_t{2} * s_.batch * s_.heads * s_.length * kDim; }
-  uint16_t* make(int seed) const {
-    uint16_t* memory = nullptr;
-    require_done(cudaMalloc(&memory, bytes()));
-    if (seed == 0) return memory;
-    std::vector<uint16_t> numbers(bytes() / 2);
-    std::minstd_rand random(seed);
-    for (uint16_t& x : numbers) {  // about normal: the sum of four
-      float sum = -2;
-      for (int i = 0; i < 4; ++i) sum += static_cast<float>(random() % 65536) / 65536;
-      x = static_cast<uint16_t>(std::bit_cast<uint32_t>(sum * 1.7f) >> 16);
-    }
-    require_done(cudaMemcpy(memory, numbers.data(), bytes(), cudaMemcpyHostToDevice));
-    return memory;
-  }
-  double difference() const {
-    std::vector<uint16_t> a(bytes() / 2), b(a.size());
-    require_done(cudaMemcpy(a.data(), x_[3], bytes(), cudaMemcpyDeviceToHost));
-    require_done(cudaMemcpy(b.data(), x_[4], bytes(), cudaMemcpyDeviceToHost));
-    double most = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-      const double off = std::fabs(host_float(a[i], false) - host_float(b[i], false));
-      if (!(off <= most)) most = off;
-    }
-    return most;
-  }
+  size_t count() const { return size_t{1} * s_.batch * s_.heads * s_.length * kDim; }
+  uint16_t* make(unsigned seed) const { return make_numbers(count(), seed); }
 
   Shape s_;
   ForwardParams p_;

@@ -324,12 +324,12 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
     write(work, p.grad_value, Operands::kGradValue, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  // dQ reads K with 0 in place of infinities and NaNs, which reach dQ only through dS; scores need them.
+  // dQ reads K with 0 in place of infinities and NaNs, which reach dQ only through dS; scores need them. No products read
+  // those of the task before any more, because all consumers have released its K before this one's came.
   __device__ __forceinline__ void copy_finite_keys() {
     constexpr int kBarrier = 1;
     const auto* const from = reinterpret_cast<const Vec16<uint32_t>*>(shared.key.numbers);
     auto* const to = reinterpret_cast<Vec16<uint32_t>*>(shared.query_sums.finite_key.numbers);
-    sync_threads<kConsumerThreads>(kBarrier);  // no products read those of the task before
 #pragma unroll 1
     for (int i = thread_index(); i < kKeys * kDim / kVector; i += kConsumerThreads) {
       Vec16<uint32_t> vector = from[i];
