@@ -1,10 +1,10 @@
 """How fast Hopper's backward should be: `python benchmarks/backward_model.py`. No GPU is needed.
 
-A multiprocessor is simulated for a while (csrc/cuda/wgmma/grad_query.cuh, grad_key.cuh): its two consumers give
-products to tensor cores, wait for them, and share the schedulers and the units of exponentials. The
-cycles of a tile follow, but not fewer than the formula of hopper_model.py gives. Tasks are dealt to
-multiprocessors as the kernels do it. What is assumed stands in `Card` of hopper_model.py and in
-`SYNC`. Copies are taken to arrive in time.
+A multiprocessor is simulated for a while (csrc/cuda/wgmma/grad_query.cuh, grad_key.cuh): its two
+consumers give products to tensor cores, wait for them, and share the schedulers and the units of
+exponentials. The cycles of a tile follow, but not fewer than the formula of hopper_model.py gives.
+Tasks are dealt to multiprocessors as the kernels do it. What is assumed stands in `Card` of
+hopper_model.py and in `SYNC`. Copies are taken to arrive in time.
 
 A row is a case of gpu.py. Beside it stands what cuDNN took on an H200 (benchmarks/results) and the
 part of its speed that gpu.py asks for.

@@ -816,12 +816,6 @@ MUTATIONS = {
             ),
             ("keys are infinite", "grad_key", "two = «make_finite<S>(two)»;", "two"),
             (
-                "keys are multiplied before they are finite",
-                "grad_key",
-                "    publish_writes();\n    «sync_threads<kConsumerThreads>(kBarrier);»",
-                ";",
-            ),
-            (
                 "a tile that no key sees gets what was there",
                 "one_pass",
                 "if («p.turns[number] > 0») {",

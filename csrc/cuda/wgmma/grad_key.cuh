@@ -324,10 +324,9 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
     write(work, p.grad_value, Operands::kGradValue, p.value_dim, of_weights, static_cast<float>(p.keep_scale));
   }
 
-  // dQ reads K with 0 in place of infinities and NaNs, which reach dQ only through dS; scores need them. No products read
-  // those of the task before any more, because all consumers have released its K before this one's came.
+  // dQ reads K with 0 in place of infinities and NaNs, which reach dQ only through dS; scores need them. No barrier
+  // is needed: all consumers have released K of the task before, and wait for each other's dS before they read this.
   __device__ __forceinline__ void copy_finite_keys() {
-    constexpr int kBarrier = 1;
     const auto* const from = reinterpret_cast<const Vec16<uint32_t>*>(shared.key.numbers);
     auto* const to = reinterpret_cast<Vec16<uint32_t>*>(shared.query_sums.finite_key.numbers);
 #pragma unroll 1
@@ -338,7 +337,6 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
       to[i] = vector;
     }
     publish_writes();
-    sync_threads<kConsumerThreads>(kBarrier);
   }
   // Starts a consumer's columns of dS K, for all rows of the tile. dS is stored for it as [keys, rows].
   using QuerySum = float[kQueryCols / 8][4];
