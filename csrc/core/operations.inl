@@ -1,7 +1,7 @@
 // The operations of functions of the pair: one table, of which each place that knows operations takes what it needs.
 //
 //   ATTN_OPERATION(op, name, signatures, value, bounds, derivatives...)
-//     op          the enumerator of Op, and the function that makes it an Expression (operators/program.cpp)
+//     op          the enumerator of Op, and the function that makes it an Expression (operators/programs/expressions.h)
 //     name        what strings call it; "" if strings do not have it
 //     signatures  the types of operands and result: f (a number), i (a whole number) or b (a boolean)
 //     value       the result for vectors a, b and c of the type T (cpu/tiles/program.inl)
@@ -50,12 +50,12 @@ ATTN_OPERATION(to_float16, "float16", "f>f", (rounded_to<Half, T>(a)), anything,
 ATTN_OPERATION(to_bfloat16, "bfloat16", "f>f", (rounded_to<BFloat16, T>(a)), anything, 1)
 // Derivatives multiply by this: the result is 0 if a is 0, whatever b is.
 ATTN_OPERATION(times, "", "ff>f", (a == V{} ? V{} : a * b), anything, b, a)
-// What program_schedule.cpp makes of a product and a sum.
+// What operators/programs/schedule.cpp makes of a product and a sum.
 ATTN_OPERATION(fma, "", "fff>f", a * b + c, anything)
 ATTN_OPERATION(fms, "", "fff>f", a * b - c, anything)
 ATTN_OPERATION(fnma, "", "fff>f", c - a * b, anything)
 
-// Functions, from exp to tanh, which cost more than a product (kept_value() in operators/program.cpp)
+// Functions, from exp to tanh, which cost more than a product (kept_value() in operators/programs/compile.cpp)
 ATTN_OPERATION(exp, "exp", "f>f", exp_of_any<T>(a), anything, n)
 ATTN_OPERATION(exp2, "exp2", "f>f", exp2_of_any<T>(a), anything, n * 0.69314718055994530942)
 ATTN_OPERATION(expm1, "expm1", "f>f", (in_double<expm1_in_double, T>(a)), anything, exp(a))

@@ -1,7 +1,7 @@
 // A function of a pair (a query and a key), such as a score_mod, in the form that kernels evaluate: a list of
 // operations on tiles.
 //
-// The operators check the caller's string, differentiate it and turn it into lists (operators/program.h). A kernel only
+// The operators check the caller's string, differentiate it and turn it into lists (operators/programs/). A kernel only
 // evaluates lists. A value is a number of the compute dtype, a whole number of the same size, or a boolean. In a
 // boolean, either all bits are set or none.
 #pragma once
@@ -50,8 +50,10 @@ enum class Leaf : uint8_t {
   query,  // i
   key,    // j
 };
-// The number of kinds of leaves that tensors hold. PairProgram::terms has a tensor for each kind, in the order of Leaf.
-constexpr int kTermKinds = static_cast<int>(Leaf::query) - static_cast<int>(Leaf::row_term);
+// The kinds of leaves that tensors hold, from 0 to kTermKinds - 1. PairProgram::terms has a tensor for each kind, in the
+// order of Leaf. Other leaves have numbers outside of this range.
+ATTN_INLINE constexpr int kind_of(Leaf leaf) { return static_cast<int>(leaf) - static_cast<int>(Leaf::row_term); }
+constexpr int kTermKinds = kind_of(Leaf::query);
 
 struct LeafOfList {
   Leaf leaf = Leaf::number;
@@ -111,6 +113,10 @@ struct Terms {
 // S if each key has its own numbers. A lookup reads one number of the last dimension, which is contiguous. The index in
 // this dimension is a function of the pair.
 enum class TableOf : int8_t { all, queries, keys };
+template <class Number>
+ATTN_INLINE constexpr Number rows_of(TableOf of, const Number& queries, const Number& keys) {
+  return of == TableOf::queries ? queries : of == TableOf::keys ? keys : Number(1);
+}
 struct Table {
   Terms numbers, tangent;  // null data: there is none
   int64_t size = 0;

@@ -201,9 +201,9 @@ void plan(BackwardParams& p, double share) {
 
 // Returns how many gradients of distance terms one chunk of keys has.
 int64_t size_of_distance_terms(const BackwardParams& p) {
-  constexpr int kKind = static_cast<int>(Leaf::distance_term) - static_cast<int>(Leaf::row_term);
   const PairProgram& program = *p.program;
-  return program.batch * program.heads * program.columns[kKind] * (program.queries + program.keys - 1);
+  return program.batch * program.heads * program.columns[kind_of(Leaf::distance_term)] *
+         (program.queries + program.keys - 1);
 }
 
 // Calls f(t, table t, the number of gradients of this table) for each table whose gradients are wanted.
@@ -211,9 +211,7 @@ void for_each_table(const BackwardParams& p, auto f) {
   for (int t = 0; t < kMostTables; ++t) {
     const Terms& grad = gradients_of_terms(p).tables[t];
     const Table& table = p.program->tables[t];
-    const int64_t rows = table.of == TableOf::queries ? p.program->queries
-                         : table.of == TableOf::keys  ? p.program->keys
-                                                      : 1;
+    const int64_t rows = rows_of(table.of, p.program->queries, p.program->keys);
     const int64_t entries = grad.entry != 0 ? p.program->batch : 1, heads = grad.head != 0 ? p.program->heads : 1;
     if (grad.data) f(t, table, entries * heads * rows * table.size);
   }

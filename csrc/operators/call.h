@@ -116,9 +116,9 @@ struct Call {
   std::optional<at::Tensor> block_table{};
   // Both broadcast to [*batch, heads]. core/score.h defines their effect on scores and softmax.
   std::optional<at::Tensor> alibi_slopes{}, sinks{};
-  // Functions of a pair of a query and a key (program.h). The tensors that these functions read have the compute dtype
-  // or int32 and broadcast to [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance i - j +
-  // S - 1.
+  // Functions of a pair of a query and a key (programs/text.h). The tensors that these functions read have the compute
+  // dtype or int32 and broadcast to [*batch, heads, n, columns] with n = L, S or L + S - 1. Pair (i, j) has distance
+  // i - j + S - 1.
   std::optional<std::string> score_mod{}, mask_mod{};
   // If there is a score_mod, attn_mask is not a mask, but holds the number that score_mod reads for each pair.
   std::optional<at::Tensor> row_terms{}, key_terms{}, distance_terms{};

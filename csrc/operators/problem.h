@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/geometry.h"
-#include "operators/program.h"
+#include "operators/programs/describe.h"
 #include "operators/validate.h"
 
 namespace attn {
@@ -37,22 +37,10 @@ class ProblemBuilder {
   // expanding it to [batch, heads]. Returns null if there is no tensor.
   const void* of_heads(const std::optional<at::Tensor>& tensor);
 
-  // Describes a direction of the terms of a program. A term without a tangent has the tangent 0.
-  void add_tangents(const Direction& direction);
-  // Throws if a kernel has found an index outside of a table of a program.
-  void check_indices() const;
-  // The gradient of a program's terms. A kernel adds to `written`, which begins as zeros. `seen` is a view of `written`
-  // in the caller's order of dimensions.
-  struct GradientOfTerms {
-    at::Tensor written, seen;
-  };
-  GradientOfTerms gradient_of_terms(Leaf leaf) const;
-  // Returns a tensor of zeros, to which a kernel adds. This is `grad` if the sizes and strides of `grad` fit, and a new
-  // tensor otherwise.
-  std::pair<at::Tensor, Terms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
-
   // Call once, after the last add(). Throws if more than kMaxBatchDims dimensions are left.
   void merge_batch_dims();
+
+  std::optional<DescribedProgram> program;  // if the call has functions of the pair
 
  private:
   void add(Operand& operand, const at::Tensor& tensor, void* data, Axis axis);
@@ -63,9 +51,6 @@ class ProblemBuilder {
     c10::DimVector batch;
   };
   const int64_t* of_entries(const std::optional<at::Tensor>& tensor);
-  void add_program(const Call& call);
-  bool is_window(const Call& call);
-  Terms terms_of(const std::optional<at::Tensor>& tensor);
 
   const Shape& shape_;
   const at::Tensor query_;
@@ -73,10 +58,6 @@ class ProblemBuilder {
   c10::DimVector batch_size_;
   c10::SmallVector<Strides, 8> operands_;
   c10::SmallVector<at::Tensor, 4> contiguous_;
-  std::optional<PairProgram> program_, mask_program_;  // the second of a wide mask_mod (PairMask::program)
-  PairMask pair_mask_;
-  int64_t wrong_index_[3] = {-1, 0, 0};
-  std::shared_ptr<const Compiled> score_, mask_;
 };
 
 // Allocates the partial results of a plan with several splits of the keys. A plan with one split needs none.

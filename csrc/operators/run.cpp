@@ -126,7 +126,7 @@ void describe_direction(Tangents& t, ProblemBuilder& builder, const Direction& d
   add(t.mask, direction.attn_mask);
   t.alibi_slopes = builder.of_heads(direction.alibi_slopes);
   t.sinks = builder.of_heads(direction.sinks);
-  builder.add_tangents(direction);
+  if (builder.program) builder.program->add_tangents(direction);
 }
 
 // Computes the backward, or the second-order operator if a direction and its tangent are given.
@@ -186,29 +186,12 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
   }
   const Tensor grad_slopes = grads.alibi_slopes.defined() ? room.of_rows(p.grad_slopes) : Tensor();
   const Tensor grad_sinks = grads.sinks.defined() ? room.of_rows(p.grad_sinks) : Tensor();
-  TermGradients grad_terms;
-  const auto of_terms = [&](Leaf leaf, const Tensor& grad, Tensor& found, void*& data) {
-    if (!grad.defined()) return;
-    const auto [memory, seen] = builder.gradient_of_terms(leaf);
-    data = memory.mutable_data_ptr();
-    found = seen;
-    p.grad_terms = &grad_terms;
-  };
-  of_terms(Leaf::row_term, grads.row_terms, written.row_terms, grad_terms.rows);
-  of_terms(Leaf::key_term, grads.key_terms, written.key_terms, grad_terms.keys);
-  of_terms(Leaf::distance_term, grads.distance_terms, written.distance_terms, grad_terms.distances);
   written.tables = grads.tables;
-  for (size_t t = 0; t < grads.tables.size(); ++t) {
-    const Tensor& grad = grads.tables[t];
-    if (!wanted[Inputs::kCount - 1 + t]) continue;
-    std::tie(written.tables[t], grad_terms.tables[t]) = builder.gradient_of_table(p.program->tables[t], grad);
-    grad_terms.has_tables = true;
-    p.grad_terms = &grad_terms;
-  }
+  if (builder.program) builder.program->add_gradients(p, grads, wanted, written);
   builder.merge_batch_dims();
   plan_mask(p);
   run(p, call.query);
-  builder.check_indices();
+  if (builder.program) builder.program->check_indices();
   if (grad_mask_rows.defined()) written.attn_mask = grad_mask_rows.unsqueeze(-1);
   if (grad_slopes.defined()) written.alibi_slopes = sum_of_rows(grad_slopes, shape);
   if (grad_sinks.defined()) written.sinks = sum_of_rows(grad_sinks, shape);
@@ -261,7 +244,7 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.forward(p, query);
-    builder.check_indices();
+    if (builder.program) builder.program->check_indices();
   }
   return all;
 }
@@ -296,7 +279,7 @@ TangentResults compute_tangent(const Device& device, const Saved& saved, const D
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.tangent(p, call.query);
-    builder.check_indices();
+    if (builder.program) builder.program->check_indices();
   }
   return results;
 }

@@ -88,7 +88,8 @@ TORCH_LIBRARY(attn, m) {
   define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
              arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
          random);
-  // Attention with a score_mod, a mask_mod or both, given as strings (program.h). "table 5" in a string is tables[5].
+  // Attention with a score_mod, a mask_mod or both, given as strings (programs/text.h). "table 5" in a string is
+  // tables[5].
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
   // Attention that also returns its matrices of weights and scores (formulas.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
@@ -150,8 +151,8 @@ TORCH_LIBRARY(attn, m) {
   m.def("_cpu_capabilities() -> str[]");
   m.def("_set_cpu_capability(str name) -> ()");
 
-  // For tests: whether functions of the pair are simplified (program_graph.h), and the names of the rules that change a
-  // score_mod. For an empty string, the names of all rules.
+  // For tests: whether functions of the pair are simplified (programs/graph.h), and the names of the rules that change
+  // a score_mod. For an empty string, the names of all rules.
   m.def("_rewrite_programs(bool rewrites) -> ()");
   m.def("_rewrites_of(str score_mod) -> str[]");
   m.def("_operations_of_programs() -> str[]");

@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include "core/geometry.h"
-#include "operators/program.h"
 
 namespace attn {
 
@@ -175,8 +174,8 @@ void check_per_head(const Shape& shape, const char* name, const std::optional<Te
               "; it must be query's dtype (", dtype, ")", dtype == at::kDouble ? "" : " or float32");
 }
 
-// Checks the strings of a program, and that the program's tensors have all columns and tables that the strings read.
-void check_program(const Shape& shape, const Call& call) {
+// Checks that functions of the pair are called with arguments that they can stand beside.
+void check_beside_program(const Shape& shape, const Call& call) {
   const auto refuse = [&](bool is, const char* name, const std::string& instead) {
     TORCH_CHECK(!is, shape.op, ": ", call.score_mod ? "score_mod" : "mask_mod", " is given beside ", name, "; ",
                 instead);
@@ -194,48 +193,61 @@ void check_program(const Shape& shape, const Call& call) {
   TORCH_CHECK(!call.query.is_cuda(), shape.op, ": query is on ", call.query.device(),
               "; functions of the pair run on a CPU, and torch.nn.attention.flex_attention on a GPU");
   TORCH_CHECK(shape.dims >= 3, shape.op, ": query has shape ", call.query.sym_sizes(), "; it must have heads");
-  int columns[kTermKinds] = {};
+}
+
+// Compiles the strings of a call, and checks that both functions can read the call's tables and attn_mask.
+Programs compile_programs(const Shape& shape, const Call& call) {
+  Programs programs;
+  auto& [score_mod, mask_mod, reads] = programs;
   bool reads_pairs = false;
-  std::optional<TableOf> tables[kMostTables];
-  for (const auto& [name, text] : {std::pair("score_mod", &call.score_mod), std::pair("mask_mod", &call.mask_mod)}) {
-    if (!*text) continue;
-    const auto compiled = compile(shape.op, name, **text);
-    TORCH_CHECK(!compiled->is_wide || text == &call.mask_mod || compute_dtype(call.query) == at::kDouble, shape.op,
+  const auto add = [&](const char* name, const std::optional<std::string>& text, auto& compiled) {
+    if (!text) return;
+    compiled = compile(shape.op, name, *text);
+    TORCH_CHECK(!compiled->is_wide || &text == &call.mask_mod || compute_dtype(call.query) == at::kDouble, shape.op,
                 ": score_mod needs whole numbers of 64 bits, which it has beside a query of float64 alone; query has ",
                 "dtype ", call.query.scalar_type());
-    for (int i = 0; i < kTermKinds; ++i) columns[i] = std::max(columns[i], compiled->columns[i]);
+    for (int i = 0; i < kTermKinds; ++i) reads.columns[i] = std::max(reads.columns[i], compiled->columns[i]);
     for (int t = 0; t < kMostTables; ++t) {
       const auto& of = compiled->tables[t];
-      TORCH_CHECK(!tables[t] || !of || tables[t] == of, shape.op, ": score_mod and mask_mod read tables[", t,
-                  "] as different kinds");
-      if (of) tables[t] = of;
+      TORCH_CHECK(!reads.tables[t] || !of || reads.tables[t] == of, shape.op, ": score_mod and mask_mod read tables[",
+                  t, "] as different kinds");
+      if (of) reads.tables[t] = of;
       TORCH_CHECK(!of || t < static_cast<int>(call.tables.size()), shape.op, ": tables has ", call.tables.size(),
                   " tensors; the program reads tables[", t, "]");
     }
     reads_pairs |= compiled->list.reads_pairs;
-  }
+  };
+  add("score_mod", call.score_mod, score_mod);
+  add("mask_mod", call.mask_mod, mask_mod);
   TORCH_CHECK(reads_pairs == call.attn_mask.has_value(), shape.op, ": attn_mask is ",
               reads_pairs ? "None, but score_mod reads it" : "given, but score_mod does not read it");
   TORCH_CHECK(!call.attn_mask || call.attn_mask->is_floating_point(), shape.op, ": attn_mask has dtype ",
               call.attn_mask->scalar_type(), "; score_mod reads numbers, so it must be floating");
-  const auto check = [&](const char* name, const std::optional<Tensor>& t, int least, const SymInt& heads,
-                         const SymInt& rows, at::ScalarType dtype) {
-    if (!t) {
-      TORCH_CHECK(least == 0, shape.op, ": ", name, " is None; the program reads ", least, " of its columns");
-      return;
-    }
-    check_tensor(shape.op, name, *t, call.query, 2, "[..., H, length, columns]");
-    TORCH_CHECK(t->scalar_type() == dtype, shape.op, ": ", name, " has dtype ", t->scalar_type(), "; it must be ",
-                dtype);
-    const auto allowed = shape.expanded(heads, rows, extent(*t, 1));
-    const bool fits = TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least)) && broadcasts(*t, allowed, 2);
-    TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t->sym_sizes(), "; it must broadcast to ",
-                c10::SymIntArrayRef(allowed), " and have at least ", least, " columns");
-  };
+  return programs;
+}
+
+// Checks a tensor [*batch, heads, rows, columns] that functions of the pair read. `least`: how many columns they read.
+void check_of_program(const Shape& shape, const char* name, const std::optional<Tensor>& t, const Tensor& query,
+                      int least, const SymInt& rows, at::ScalarType dtype) {
+  if (!t) {
+    TORCH_CHECK(least == 0, shape.op, ": ", name, " is None; the program reads ", least, " of its columns");
+    return;
+  }
+  check_tensor(shape.op, name, *t, query, 2, "[..., H, length, columns]");
+  TORCH_CHECK(t->scalar_type() == dtype, shape.op, ": ", name, " has dtype ", t->scalar_type(), "; it must be ", dtype);
+  const auto allowed = shape.expanded(shape.heads, rows, extent(*t, 1));
+  const bool fits = TORCH_GUARD_OR_TRUE(extent(*t, 1).sym_ge(least)) && broadcasts(*t, allowed, 2);
+  TORCH_CHECK(fits, shape.op, ": ", name, " has shape ", t->sym_sizes(), "; it must broadcast to ",
+              c10::SymIntArrayRef(allowed), " and have at least ", least, " columns");
+}
+
+// Checks that the tensors of a program have all columns and tables that the strings read.
+void check_program_tensors(const Shape& shape, const Call& call, const Reads& reads) {
+  const auto dtype = compute_dtype(call.query);
   const SymInt distances = (shape.queries + shape.keys - 1).max(0);
   const auto check_terms = [&](const char* name, const std::optional<Tensor>& t, Leaf leaf, const SymInt& rows) {
-    const auto dtype = leaf < Leaf::row_number ? compute_dtype(call.query) : at::kInt;
-    check(name, t, columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)], shape.heads, rows, dtype);
+    check_of_program(shape, name, t, call.query, reads.columns[kind_of(leaf)], rows,
+                     leaf < Leaf::row_number ? dtype : at::kInt);
   };
   check_terms("row_terms", call.row_terms, Leaf::row_term, shape.queries);
   check_terms("key_terms", call.key_terms, Leaf::key_term, shape.keys);
@@ -244,14 +256,14 @@ void check_program(const Shape& shape, const Call& call) {
   check_terms("key_numbers", call.key_numbers, Leaf::key_number, shape.keys);
   check_terms("distance_numbers", call.distance_numbers, Leaf::distance_number, distances);
   for (size_t t = 0; t < call.tables.size(); ++t) {
-    const SymInt rows[] = {1, shape.queries, shape.keys};
-    check(c10::str("tables[", t, "]").c_str(), call.tables[t], tables[t].has_value(), shape.heads,
-          rows[static_cast<int>(tables[t].value_or(TableOf::all))], compute_dtype(call.query));
+    const SymInt rows = rows_of(reads.tables[t].value_or(TableOf::all), shape.queries, shape.keys);
+    check_of_program(shape, c10::str("tables[", t, "]").c_str(), call.tables[t], call.query,
+                     reads.tables[t].has_value(), rows, dtype);
   }
   if (!call.blocks) return;
   const auto [rows, keys] = call.block_size;
   TORCH_CHECK(rows > 0 && keys > 0, shape.op, ": block_size is (", rows, ", ", keys, "); both must be positive");
-  check("blocks", call.blocks, 0, shape.heads, (shape.queries + (rows - 1)) / rows, at::kByte);
+  check_of_program(shape, "blocks", call.blocks, call.query, 0, (shape.queries + (rows - 1)) / rows, at::kByte);
   TORCH_CHECK(must_equal(extent(*call.blocks, 1), (shape.keys + (keys - 1)) / keys), shape.op, ": blocks has shape ",
               call.blocks->sym_sizes(), "; its last two sizes must be the numbers of blocks of ", shape.queries,
               " queries and ", shape.keys, " keys");
@@ -453,7 +465,11 @@ Shape validate(const char* op, const Call& call) {
   for_each_input(check_if_per_head, call);
   TORCH_CHECK(call.tables.size() <= kMostTables, op, ": tables has ", call.tables.size(),
               " tensors; it must have at most ", kMostTables);
-  if (call.has_program()) check_program(shape, call);
+  if (call.has_program()) {
+    check_beside_program(shape, call);
+    shape.programs = compile_programs(shape, call);
+    check_program_tensors(shape, call, shape.programs.reads);
+  }
   constexpr int64_t kMostOffset = 2 * kFar - 1;
   check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
   const auto& cu_seq_k = call.cu_seq_k;

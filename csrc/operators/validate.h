@@ -4,6 +4,7 @@
 #pragma once
 
 #include "operators/ops.h"
+#include "operators/programs/compile.h"
 
 namespace attn {
 
@@ -17,6 +18,7 @@ struct Shape {
   // If sequences are packed: queries is T_q, and keys is T_k or, with a block_table, page_size.
   c10::SymInt queries, keys, head_dim, value_dim;
   std::optional<c10::SymInt> sequences;  // the number of packed sequences
+  Programs programs;                     // the functions of the pair, compiled
 
   c10::SymDimVector expanded(const c10::SymInt& tensor_heads, const c10::SymInt& rows, const c10::SymInt& cols) const;
   c10::SymDimVector output() const { return expanded(heads, queries, value_dim); }

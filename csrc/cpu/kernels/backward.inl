@@ -403,7 +403,7 @@ struct Backward {
     });
   }
   static int64_t columns_of(const Params& p, Leaf leaf) {
-    return p.program ? p.program->columns[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)] : 0;
+    return p.program ? p.program->columns[kind_of(leaf)] : 0;
   }
 
   // Adds -sum_j dS_ij |position - j| of the tile to state.grad_slopes.

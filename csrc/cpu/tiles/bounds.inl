@@ -18,7 +18,7 @@ constexpr Between kAnything = {-kMostWhole - 1, kMostWhole}, kEither = {-1, 0};
 inline Between bounds(const PairProgram& program, const LeafOfList& leaf, int64_t n, int64_t head, Range rows,
                       Range keys) {
   const auto of_column = [&](Range range) {
-    const Terms& t = program.terms[static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term)];
+    const Terms& t = program.terms[kind_of(leaf.leaf)];
     const int32_t* const data = static_cast<const int32_t*>(t.data) + n * t.entry + head * t.head + leaf.column * t.col;
     int32_t least = data[range.first * t.row], most = least;
     for (int64_t i = range.first; i < range.last; ++i) {

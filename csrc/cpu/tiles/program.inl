@@ -244,7 +244,7 @@ class Evaluation {
       return Values<T>{to + kKeyTile - 1, -1, -1};
     };
     const auto tile = [](const T* data) { return Values<T>{data, kRowTile, -1}; };
-    const int kind = static_cast<int>(leaf.leaf) - static_cast<int>(Leaf::row_term);
+    const int kind = kind_of(leaf.leaf);
     const Terms t = 0 <= kind && kind < kTermKinds ? p.program->terms[kind] : Terms{};
     const int64_t column = n * t.entry + head * t.head + leaf.column * t.col;
     const auto term = [&](int64_t row) { return static_cast<const T*>(t.data)[column + row * t.row]; };

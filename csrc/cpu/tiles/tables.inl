@@ -243,7 +243,7 @@ class TablesAhead {
     if (p.program->tables[table].size * int64_t{sizeof(T)} <= kSmall) return;
     if (count_ == kMost || of == TableOf::all || !(of_distances || of_keys || leaf == Leaf::row_number)) return;
     const bool owned_by_rows = of == TableOf::queries;
-    const Terms& t = p.program->terms[static_cast<int>(leaf) - static_cast<int>(Leaf::row_term)];
+    const Terms& t = p.program->terms[kind_of(leaf)];
     const int64_t n = p.first_entry + tile.n, head = tile.head[0], row = tile.position[0];
     const int64_t first = of_distances ? row - keys.first + p.program->keys - 1 : of_keys ? keys.first : row;
     const int64_t of_row = of_keys ? 0 : t.row, of_key = of_distances ? -t.row : of_keys ? t.row : 0;

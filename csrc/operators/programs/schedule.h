@@ -3,18 +3,19 @@
 
 #include <vector>
 
-#include "operators/program_graph.h"
+#include "operators/programs/graph.h"
 
 namespace attn {
 
-struct OwnList {
-  std::vector<Step> steps;
-  std::vector<LeafOfList> leaves;
-  std::vector<ResultOfList> results;
-  int slots = 0, uniform_slots = 0, lookups = 0, in_product = 0;
-  bool is_wide = false;
+// A list and its memory.
+struct OwnList : List {
+  std::vector<Step> own_steps;
+  std::vector<LeafOfList> own_leaves;
+  std::vector<ResultOfList> own_results;
 
-  List view() const;
+  OwnList() : List{} {}
+  OwnList(OwnList&&) = default;
+  OwnList& operator=(OwnList&&) = default;
 };
 
 struct Result {
@@ -30,7 +31,7 @@ constexpr const char* kFuseTanh = "u * tanh(v * x)";     // also with u alone, o
 constexpr const char* kInProduct = "steps in products";  // List::in_product
 constexpr const char* kFusions[] = {kFuseLookup, kFuseProduct, kFuseTanh, kInProduct};
 
-// Returns the operations that `results` need, in order. A slot is reused when no later operation reads its value.
+// Returns the operations that `results` need, in order.
 OwnList schedule(Graph& g, const std::vector<Result>& results, bool is_wide);
 
 }  // namespace attn

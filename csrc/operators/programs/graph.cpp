@@ -1,4 +1,4 @@
-#include "operators/program_graph.h"
+#include "operators/programs/graph.h"
 
 #include <algorithm>
 #include <cmath>

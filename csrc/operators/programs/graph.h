@@ -63,7 +63,7 @@ class Graph {
   // Builds value n again, with replacements for some of the values that n depends on. `built` maps each replaced value
   // to its replacement, and gets an entry for every value that this function builds.
   int rebuilt(int n, std::unordered_map<int, int>& built);
-  // The names of the rewrites and fusions (program_schedule.h) that were applied.
+  // The names of the rewrites and fusions (schedule.h) that were applied.
   const std::vector<const char*>& applied() const { return applied_; }
   void note(const char* name);
 
