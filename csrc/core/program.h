@@ -104,10 +104,13 @@ constexpr int kMostInProduct = 4;
 
 // One tensor of leaves, [batch, heads, n, columns], where n is L, S or L + S - 1. Its dtype is the compute dtype, or
 // int32 if the leaves are whole numbers. Strides count elements, and are 0 where the tensor is broadcast.
-struct Terms {
-  const void* data = nullptr;
+template <class Data>
+struct TermsOf {
+  Data* data = nullptr;
   int64_t entry = 0, head = 0, row = 0, col = 0;
 };
+using Terms = TermsOf<const void>;
+using GradTerms = TermsOf<void>;  // which kernels add to
 
 // A table of numbers, [batch, heads, n, size] in the compute dtype. n is 1, or L if each query has its own numbers, or
 // S if each key has its own numbers. A lookup reads one number of the last dimension, which is contiguous. The index in
@@ -138,7 +141,7 @@ struct TermGradients {
   // line t % lines, and begins once turns[line] says that all earlier tasks of the line have ended. There may be
   // several copies of the gradients. The tasks of a line add to the copy with the index line / lines_of_copy. Lines
   // that share a copy add to different numbers of the copy. If `turns` is null, no two tasks add to the same number.
-  Terms tables[kMostTables];  // in the first copy; shaped as Table::numbers, contiguous
+  GradTerms tables[kMostTables];  // in the first copy; shaped as Table::numbers, contiguous
   bool has_tables = false;
   int64_t lines = 1, lines_of_copy = 1, copy = 0;  // `copy`: numbers from one copy to the next
   int32_t* turns = nullptr;

@@ -209,7 +209,7 @@ int64_t size_of_distance_terms(const BackwardParams& p) {
 // Calls f(t, table t, the number of gradients of this table) for each table whose gradients are wanted.
 void for_each_table(const BackwardParams& p, auto f) {
   for (int t = 0; t < kMostTables; ++t) {
-    const Terms& grad = gradients_of_terms(p).tables[t];
+    const GradTerms& grad = gradients_of_terms(p).tables[t];
     const Table& table = p.program->tables[t];
     const int64_t rows = rows_of(table.of, p.program->queries, p.program->keys);
     const int64_t entries = grad.entry != 0 ? p.program->batch : 1, heads = grad.head != 0 ? p.program->heads : 1;
@@ -227,7 +227,7 @@ Tensor plan_tables(const Params& call, const auto& entries, std::vector<TermGrad
   int64_t size = 0;
   bool are_owned = true, meet = false;  // whether each span has its own numbers; whether tasks add to the same numbers
   for_each_table(call, [&](int t, const Table& table, int64_t numbers) {
-    const Terms& grad = gradients_of_terms(call).tables[t];
+    const GradTerms& grad = gradients_of_terms(call).tables[t];
     size += numbers;
     are_owned &= (grad.entry != 0 || program.batch == 1) && (grad.head != 0 || first.span == first.heads);
     meet |= table.of != TableOf::keys;
@@ -281,7 +281,6 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     p->grad_query_sum = operand_of_rows(*p, sum.mutable_data_ptr(), dtype_of(sum), p->head_dim);
   }
   Tensor of_chunks, tables;
-  TermGradients* const given_terms = call.grad_terms;
   std::vector<TermGradients> of_entries(entries.end() - entries.begin(), terms);
   for (size_t i = 0; i < of_entries.size() && call.grad_terms; ++i)
     (entries.begin() + i)->params->grad_terms = &of_entries[i];
@@ -301,7 +300,6 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
     entries.run([](const auto& p) { return p.rows() > 0 && p.keys > 0 ? p.tasks() : 0; },
                 [](const auto& p) { return 5 * product_flops(p); }, workspace,
                 [](const auto& p, const auto& k, int64_t task, char* own) { k.run(p, task, own); }, take);
-  for (const auto& [p, _] : entries) p->grad_terms = given_terms;
   if (of_chunks.defined()) {
     Tensor sums = at::from_blob(terms.distances, {size_of_distance_terms(call)}, compute_options(query));
     for (int64_t chunk = 0; chunk < of_chunks.size(0); ++chunk) sums.add_(of_chunks[chunk]);
@@ -309,7 +307,7 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
   if (tables.defined()) {
     int64_t first = 0;
     for_each_table(call, [&](int t, const Table&, int64_t numbers) {
-      Tensor sums = at::from_blob(const_cast<void*>(terms.tables[t].data), {numbers}, compute_options(query));
+      Tensor sums = at::from_blob(terms.tables[t].data, {numbers}, compute_options(query));
       for (int64_t copy = 0; copy < tables.size(0); ++copy) sums.add_(tables[copy].narrow(0, first, numbers));
       first += numbers;
     });
@@ -330,9 +328,10 @@ int64_t gradients(const Params& call, const auto& entries, const Tensor& query) 
 template <auto kKernel, class Params>
 void run_gradients(Params& call, const Tensor& query) {
   const Masks masks(call, query);
+  Params planned = call;  // gradients() changes the entries, and a single entry is the whole call
   int64_t workspace = 0;
   each_group_of_entries<kKernel>(
-      call, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
+      planned, query, [&](const auto& entries) { workspace = std::max(workspace, gradients(call, entries, query)); });
   // Entries of a batch may share a mask, so one task sums over all entries. Packed sequences do not share a mask.
   if (!call.mask_is_shared || call.sequences > 0) return;
   const BackwardKernels<Params>& k = kernels_for<kKernel>(call);

@@ -372,7 +372,7 @@ struct Backward {
       const Values<T> grad = found.at(result.from);
       const int column = result.of.column;
       if (result.table >= 0) {
-        const Terms& table = gradients_of_terms(p).tables[result.table];
+        const GradTerms& table = gradients_of_terms(p).tables[result.table];
         if (of_all && table.data && grad.lanes != 0) found.scatter(grad, result, count, table, of_all->in_tables);
       } else if (result.of.leaf == Leaf::pair_term) {
         if (p.grad_mask.data) found.copy(result.from, count, b.pair_terms + first * kRowTile);

@@ -128,17 +128,18 @@ class Evaluation {
   }
   // Adds a strip of gradients to the gradient of a table. Adds the gradient of each pair to the number that the pair
   // looks up. `begin`: where a copy of the table's gradient begins.
-  void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const Terms& grad, int64_t begin) const {
-    const Lookup<T> at = lookup(result.table, grad, result.index, grad_tables_);
+  void scatter(const Values<T>& x, const ResultOfList& result, int64_t count, const GradTerms& grad,
+               int64_t begin) const {
+    const Lookup<T, T> at = lookup(result.table, grad, result.index, grad_tables_);
     if (at.is_transposed) {
-      const auto to = [&](int64_t key) { return const_cast<T*>(at.table) + at.index_at(key, 0) * kRowTile; };
+      const auto to = [&](int64_t key) { return at.table + at.index_at(key, 0) * kRowTile; };
       if (at.indices->are_same && at.index_at(0, 0) < at.size) return add_rows<T>(x, count, lanes_, to(0));
       for (int64_t j = 0; j < count; ++j)
         for (int64_t i = 0; i < lanes_ && at.index_at(j, 0) < at.size; i += W)
           store<T>(to(j) + i, load<T>(to(j) + i) + load<T>(x.data + j * x.step + i));
       return;
     }
-    T* const table = const_cast<T*>(at.table) + begin + first_ * at.key;
+    T* const table = at.table + begin + first_ * at.key;
     const int64_t rows = rows_.size();
     if (at.indices && at.indices->are_same && at.index_at(0, 0) < at.size) {
       T* const to = table + at.index_at(0, 0);
@@ -349,10 +350,11 @@ class Evaluation {
   }
 
   // `tiles`: the tables of the tile's rows that are kept transposed, or null.
-  Lookup<T> lookup(int number, const Terms& terms, int16_t index, const T* tiles) const {
+  template <class Data, class Number>
+  Lookup<T, Number> lookup(int number, const TermsOf<Data>& terms, int16_t index, Number* tiles) const {
     const Table& table = program_.tables[number];
-    const T* data = static_cast<const T*>(terms.data);
-    Lookup<T> found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), nullptr, first_, false};
+    Number* data = static_cast<Number*>(terms.data);
+    Lookup<T, Number> found = {data, 0, 0, static_cast<UInt<T>>(table.size), at(index), nullptr, first_, false};
     if (tiles && table.transposed_at >= 0) {
       found.table = tiles + table.transposed_at;
       found.is_transposed = true;

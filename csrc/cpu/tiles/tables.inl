@@ -96,10 +96,10 @@ struct Indices {
 
 // A table and the operand that indexes it. Pair (j, lane) of a strip looks up table[(first + j) * key + lane * row +
 // index_at(j, lane)].
-template <class T>
+template <class T, class Number = const T>  // T: a gradient, which kernels add to
 struct Lookup {
   static constexpr int W = kLanes<T>;
-  const T* table;
+  Number* table;
   int64_t row, key;
   UInt<T> size;
   Values<T> index;
@@ -144,17 +144,18 @@ struct Lookup {
   }
 };
 
-// Calls f(block, place, size) for each table with Table::transposed_at. `block` has the numbers of these rows, and
-// `place` is where they begin when transposed. of_table(t) returns the terms of table t, or their gradients.
-template <class T, class F>
+// Calls f(numbers, row, place, size) for each table with Table::transposed_at. `numbers` are the numbers of these rows,
+// `row` is the distance from one row to the next, and `place` is where they begin when transposed. of_table(t) returns
+// the terms of table t, or their gradients. Number is const T or T.
+template <class Number, class F>
 ATTN_INLINE void each_transposed_table(const Problem& p, const RowTile& rows, auto of_table, F f) {
   for (int t = 0; t < kMostTables; ++t) {
     const Table& table = p.program->tables[t];
-    const Terms& terms = of_table(t);
+    const auto& terms = of_table(t);
     if (table.transposed_at < 0 || !terms.data) continue;
-    T* const numbers = static_cast<T*>(const_cast<void*>(terms.data)) + (p.first_entry + rows.n) * terms.entry +
-                       rows.head[0] * terms.head + rows.position[0] * terms.row;
-    f(Block{reinterpret_cast<char*>(numbers), dtype_of<T>, terms.row, 1}, table.transposed_at, table.size);
+    Number* const numbers = static_cast<Number*>(terms.data) + (p.first_entry + rows.n) * terms.entry +
+                            rows.head[0] * terms.head + rows.position[0] * terms.row;
+    f(numbers, terms.row, table.transposed_at, table.size);
   }
 }
 // Reads the tables of a tile's rows, and keeps them transposed in `to`.
@@ -162,21 +163,22 @@ template <class T>
 void load_tables(const Problem& p, RowTile& rows, T* to) {
   if (size_transposed(p) == 0) return;
   rows.tables = to;
-  each_transposed_table<T>(
+  each_transposed_table<const T>(
       p, rows, [&](int t) -> const Terms& { return p.program->tables[t].numbers; },
-      [&](const Block& block, int64_t place, int64_t size) {
+      [&](const T* numbers, int64_t row, int64_t place, int64_t size) {
+        const Block block{reinterpret_cast<char*>(const_cast<T*>(numbers)), dtype_of<T>, row, 1};  // is only read
         pack_transposed<T>(to + place, kRowTile, block, rows.count, size, rows.lanes<T>());
       });
 }
 // Adds the gradients that a tile's rows have collected, and which begin `begin` numbers after the gradients in `grads`.
 template <class T>
-void add_tables(const Problem& p, const RowTile& rows, const Terms* grads, int64_t begin) {
+void add_tables(const Problem& p, const RowTile& rows, const GradTerms* grads, int64_t begin) {
   constexpr int W = kLanes<T>;
   if (!rows.grad_tables) return;
   each_transposed_table<T>(
-      p, rows, [&](int t) -> const Terms& { return grads[t]; },
-      [&](const Block& block, int64_t place, int64_t size) {
-        T* const to = reinterpret_cast<T*>(block.data) + begin;
+      p, rows, [&](int t) -> const GradTerms& { return grads[t]; },
+      [&](T* numbers, int64_t row, int64_t place, int64_t size) {
+        T* const to = numbers + begin;
         for (int64_t i = 0; i < rows.count; i += W)
           for (int64_t j = 0; j < size; j += W) {
             Vec<T> sums[W];
@@ -184,7 +186,7 @@ void add_tables(const Problem& p, const RowTile& rows, const Terms* grads, int64
               sums[k] = load<T>(static_cast<const T*>(rows.grad_tables) + place + (j + k) * kRowTile + i);
             transpose<T>(sums);
             for (int64_t k = 0; k < smaller(W, rows.count - i); ++k) {
-              T* const at = to + (i + k) * block.row + j;
+              T* const at = to + (i + k) * row + j;
               const int64_t count = smaller(W, size - j);
               if (count == W)
                 store<T>(at, load<T>(at) + sums[k]);
@@ -203,7 +205,7 @@ class TablesAhead {
  public:
   // Chooses what to prefetch: the tables that the list reads or, if `gradients` is not null, the gradients of tables to
   // which the list's results are added. Leaves out tables that stay in the cache from tile to tile.
-  TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const Terms* gradients,
+  TablesAhead(const Problem& p, const List* list, const RowTile& tile, Range keys, const GradTerms* gradients,
               int64_t begin)
       : rows_(tile.count), keys_(keys.size()) {
     for (int i = 0; list && i < (gradients ? list->result_count : list->step_count); ++i) {
@@ -234,7 +236,7 @@ class TablesAhead {
     int64_t of_owner, of_other, last;  // steps of `index` along owners and the other side; the last one to read there
   };
 
-  void add(const Problem& p, const List& list, int16_t from, int table, const Terms& terms, int64_t begin,
+  void add(const Problem& p, const List& list, int16_t from, int table, const auto& terms, int64_t begin,
            const RowTile& tile, Range keys) {
     const Leaf leaf = from < 0 ? list.leaves[-1 - from].leaf : Leaf::score;
     const bool of_distances = leaf == Leaf::distance_number, of_keys = leaf == Leaf::key_number;

@@ -250,7 +250,7 @@ Tensor DescribedProgram::gradient_of_terms(Leaf leaf, void*& data) const {
 
 // Makes the gradient of a table, zeros to which a kernel adds. This is `grad` if the sizes and strides of `grad` fit,
 // and a new tensor otherwise.
-std::pair<Tensor, Terms> DescribedProgram::gradient_of_table(const Table& table, const Tensor& grad) const {
+std::pair<Tensor, GradTerms> DescribedProgram::gradient_of_table(const Table& table, const Tensor& grad) const {
   // The sizes of `grad` say what entries and heads share, not the strides of the table, which may be expanded.
   const Tensor shape = with_heads(grad);
   const bool is_of_all = is_shared(shape);

@@ -31,7 +31,7 @@ class DescribedProgram {
   bool is_window(const Call& call);
   Terms terms_of(const std::optional<at::Tensor>& tensor);
   at::Tensor gradient_of_terms(Leaf leaf, void*& data) const;
-  std::pair<at::Tensor, Terms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
+  std::pair<at::Tensor, GradTerms> gradient_of_table(const Table& table, const at::Tensor& grad) const;
 
   Problem& problem_;
   const char* const op_;
