@@ -398,13 +398,14 @@ void write_sequences(const PackedSequences& sequences, const at::Tensor&) {
   for (int64_t i = 0; i < sequences.batch; ++i) sequences.write(i);
 }
 
-constexpr Device kCpu{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats, write_sequences};
+constexpr Device kCpu{draw_rng_state, run_forward, run_backward,    run_tangent,
+                      run_second,     run_stats,   write_sequences, run_weights};
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(attn, CPU, m) {
   register_kernels<kCpu>(m);
-  run_weights_on_cpu = run_weights;
+  device_of(c10::kCPU) = &kCpu;
 }
 
 }  // namespace attn

@@ -176,7 +176,8 @@ void write_sequences(const PackedSequences& sequences, const Tensor& query) {
   check(launch_write_sequences(sequences, device.stream));
 }
 
-constexpr Device kCuda{draw_rng_state, run_forward, run_backward, run_tangent, run_second, run_stats, write_sequences};
+constexpr Device kCuda{draw_rng_state, run_forward, run_backward,    run_tangent,
+                       run_second,     run_stats,   write_sequences, /*weights=*/nullptr};
 
 }  // namespace
 

@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "operators/autograd.h"
 #include "operators/compat.h"
 #include "operators/formulas.h"
 #include "operators/switches.h"
@@ -424,11 +425,11 @@ Statistics stats_autograd(c10::DispatchKeySet keys, const Call& scores) {
 
 }  // namespace
 
-OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted) {
+OutputAndWeights weights_by_kernel(const Device& device, const Call& call, const WantedWeights& wanted) {
   OutputAndWeights results;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    results = compute_weights(call, wanted);
+    results = compute_weights(device, call, wanted);
   }
   if (requires_grad(call)) {
     auto node = record<SdpaWeightsBackward>(call);

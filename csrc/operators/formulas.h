@@ -34,20 +34,10 @@ std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& results, co
                                       const std::vector<at::Tensor>& inputs,
                                       const std::function<bool(size_t)>& is_wanted, bool create_graph = true);
 
-struct WantedWeights {
-  bool mean = false;  // whether weights are averaged over the heads: [*batch, L, S]
-  bool scores = true;
-  bool output = false;
-};
 // Returns the scores, scaled and masked, and the weights. The weights are the softmax of the scores, or 0 in a fully
 // masked row. Scores and weights are rounded to the query's type. Ignores dropout_p. Results that are not wanted are
 // undefined. The formula computes no output.
 OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted);
-// Computes the same scores and weights by the CPU's kernel (run.cpp), which can also compute the output. That output
-// has no derivative.
-OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted);
-// Calls compute_weights(), and lets autograd record the call (autograd.cpp).
-OutputAndWeights weights_by_kernel(const Call& call, const WantedWeights& wanted);
 
 // _sdpa_tangent and _sdpa_second as formulas. They throw if dropout_p > 0.
 TangentResults tangent_formula(const Direction& direction, const Call& call);

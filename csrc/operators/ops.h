@@ -35,6 +35,12 @@ struct OutputAndWeights {
 
   static auto fields(auto& r) { return std::tie(r.output, r.weights, r.scores); }
 };
+// Which of them are computed.
+struct WantedWeights {
+  bool mean = false;  // whether weights are averaged over the heads: [*batch, L, S]
+  bool scores = true;
+  bool output = false;
+};
 
 // The results of the forward, which the derivatives use.
 struct Saved {

@@ -6,8 +6,6 @@
 #include <limits>
 #include <numeric>
 
-#include "operators/formulas.h"
-
 namespace attn {
 
 namespace {
@@ -201,6 +199,11 @@ Gradients gradients(const Device& device, Run<Params>* run, const GradResults& u
 
 }  // namespace
 
+const Device*& device_of(c10::DeviceType type) {
+  static std::array<const Device*, static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES)> devices{};
+  return devices.at(static_cast<size_t>(type));
+}
+
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
                                const std::optional<Tensor>& given_state, bool exact_residual) {
   const Tensor& query = call.query;
@@ -306,9 +309,7 @@ Statistics compute_stats(const Device& device, const Call& scores) {
   return results;
 }
 
-Run<WeightsParams>* run_weights_on_cpu = nullptr;
-
-OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted) {
+OutputAndWeights compute_weights(const Device& device, const Call& call, const WantedWeights& wanted) {
   const Shape shape = validate(WeightsOp::name, call);
   const auto empty = [&](const c10::SymInt& heads) {
     return at::empty_symint(shape.expanded(heads, shape.queries, shape.keys), call.query.options());
@@ -329,7 +330,7 @@ OutputAndWeights compute_weights(const Call& call, const WantedWeights& wanted) 
     if (wanted.scores) builder.add_result(p.scores, results.scores);
     if (wanted.output) builder.add_result(p.output, results.output);
     builder.merge_batch_dims();
-    run_weights_on_cpu(p, call.query);
+    device.weights(p, call.query);
   }
   if (wanted.mean) results.weights = results.weights.squeeze(-3);
   return results;

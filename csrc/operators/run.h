@@ -39,7 +39,11 @@ struct Device {
   // Writes the four statistics. There may be no keys.
   Run<StatsParams>* stats;
   WriteSequences* write_sequences;
+  // Writes those of weights, scores and output that have data. There is at least one key. Only the CPU has this kernel.
+  Run<WeightsParams>* weights;
 };
+// The device whose kernels take tensors of this type. Null if there is none.
+const Device*& device_of(c10::DeviceType type);
 
 // Without `for_derivatives`, Saved::logsumexp and Saved::residual are undefined.
 ForwardResults compute_forward(const Device& device, bool for_derivatives, const Call& call,
@@ -51,9 +55,9 @@ Gradients compute_second(const Device& device, const GradResults& grads, const S
                          const TangentResults& tangent, const Call& call, Wanted wanted);
 Statistics compute_stats(const Device& device, const Call& scores);
 
-// Runs the kernel of weights, which writes the results that have data. Only the CPU has this kernel, and its code sets
-// this pointer. The pointer is null in a library without CPU kernels.
-extern Run<WeightsParams>* run_weights_on_cpu;
+// Computes the scores and weights of weights_formula() (formulas.h) by the device's kernel, which can also compute the
+// output. That output has no derivative.
+OutputAndWeights compute_weights(const Device& device, const Call& call, const WantedWeights& wanted);
 
 // The kernel of sdpa, attention or flex_attention. It must ask is_over_processes() itself, because
 // attend_autograd(), which also asks, does not run in inference mode.

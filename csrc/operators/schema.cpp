@@ -91,7 +91,7 @@ TORCH_LIBRARY(attn, m) {
   // Attention with a score_mod, a mask_mod or both, given as strings (programs/text.h). "table 5" in a string is
   // tables[5].
   define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
-  // Attention that also returns its matrices of weights and scores (formulas.cpp).
+  // Attention that also returns its matrices of weights and scores (weights.cpp).
   define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
 
   // Statistics of every row of scores x_j, scaled and masked, each [*, H, L]: largest_score = max_j x_j, logsumexp =
