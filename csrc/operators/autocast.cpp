@@ -13,9 +13,10 @@ constexpr auto cast_and_call = [](Call call, const auto&... more) {
   const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(device));
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   const auto cast = [&](size_t i, auto& t) {
+    const About& about = Inputs::about(i);
     // The attn_mask of flex_attention, which a score_mod reads, keeps its type.
-    const Kind last = std::is_same_v<Op, FlexOp> ? Kind::value_rows : Kind::mask;
-    if (Inputs::about(i).kind <= last && !is_8_bit(t)) t = at::autocast::cached_cast(dtype, t, device);
+    const bool is_read = std::is_same_v<Op, FlexOp> && about.kind == Kind::mask;
+    if (about.has(kCast) && !is_read && !is_8_bit(t)) t = at::autocast::cached_cast(dtype, t, device);
   };
   for_each_input(cast, call);
   return Op::call(call, more...);

@@ -128,7 +128,7 @@ class Kept {
   static std::string name_of([[maybe_unused]] const T& argument, size_t i) {
     if constexpr (std::is_same_v<T, Call>) {
       const About& about = Tensors::about(i);
-      const bool is_of_program = about.kind == Kind::terms || about.kind == Kind::numbers || about.kind == Kind::mask;
+      const bool is_of_program = about.has(kOfProgram) || about.kind == Kind::mask;
       if (argument.has_program() && is_of_program) return "a tensor that score_mod or mask_mod captures";
       const bool one_name = about.name == std::string_view(about.name_in_varlen);
       return Tensors::name(i) + (one_name ? "" : c10::str(" (", about.name_in_varlen, ")"));

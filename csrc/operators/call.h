@@ -9,7 +9,7 @@
 // the call and the results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls
 // attention. In inference mode the dispatcher skips autograd.
 //
-// Here are the paths of three arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
+// Here are the paths of four arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
 // (describe_scores). ScoreFunction (core/score.h) multiplies products by the scale. There are three exceptions. With a
 // soft cap, the argument of tanh contains the scale (exponent_of_cap). A score_mod reads the scale as a leaf. If a tile
 // keeps unscaled products (leaves_products), the exponents of the softmax contain the scale. `sinks` has a derivative,
@@ -17,6 +17,13 @@
 // Problem::sinks. compute_backward() calls gradients() (run.cpp), which returns the gradient of the sinks.
 // check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which key_row_offset()
 // (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
+//
+// `score_mod` is a function in Python, which flex_attention traces and writes as a string (torch_attn/_programs.py).
+// validate() compiles the string (programs/): read_text() makes a graph of it, derivatives.h adds the graph's
+// derivatives, and schedule() turns both into lists of steps. ProblemBuilder::program describes the lists, and the
+// tensors that they read, in a PairProgram (core/program.h), to which Problem::program points. When a kernel visits a
+// tile of scores, Evaluation (cpu/tiles/program.inl) runs a list over the tile: scores() (cpu/tiles/scores.inl) gets
+// the scores, and differentiate_program() (cpu/kernels/backward.inl) their gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,20 +43,18 @@ namespace attn {
 
 struct Call;
 
-// What an argument is. The comments below give the dimensions that a tensor of each kind broadcasts to. The order
-// matters: first the kinds that autocast casts, then other kinds that may have a derivative, then other kinds of
-// tensors, then the rest.
+// What an argument is. The comments below give the dimensions that a tensor of each kind broadcasts to.
 enum class Kind {
   rows,        // [*batch, its own heads, L or S, numbers]
   value_rows,  // likewise, but no score depends on them
-  mask,        // [*batch, heads, L, S]: boolean, or floating; the last kind that autocast casts
+  mask,        // [*batch, heads, L, S]: boolean, or floating
   heads,       // [*batch, heads]
-  terms,       // of a program: [*batch, heads, L or S or L + S - 1, columns]; the last kind that may have a derivative
+  terms,       // of a program: [*batch, heads, L or S or L + S - 1, columns]
   entries,     // [*batch]: integers
   numbers,     // of a program: integers, with the dimensions of terms
   scales,      // [*batch, its own heads, S]; of pages [pages, heads, page_size]
   starts,      // of packed sequences
-  pages,       // of packed sequences; the last kind of tensors
+  pages,       // of packed sequences
   longest,     // of packed sequences
   number,      // no tensor: a scale, a flag, a window
   dropout,     // a number that no score depends on
@@ -57,13 +62,68 @@ enum class Kind {
   results,     // which results the caller wants
 };
 
+// What operators ask about an argument.
+constexpr unsigned kTensor = 1;             // or a list of tensors
+constexpr unsigned kInput = 1 << 1;         // a tensor that may have a derivative
+constexpr unsigned kCast = 1 << 2;          // autocast casts it
+constexpr unsigned kOfScores = 1 << 3;      // scores depend on it
+constexpr unsigned kOfProgram = 1 << 4;     // of functions of the pair
+constexpr unsigned kOfPacking = 1 << 5;     // of packed sequences
+constexpr unsigned kOf8Bits = 1 << 6;       // of keys and values of 8 bits
+constexpr unsigned kOfResults = 1 << 7;     // chooses results, and changes none
+constexpr unsigned kOfBuiltin = 1 << 8;     // the built-in has it
+constexpr unsigned kOfVarlenAttn = 1 << 9;  // torch.nn.attention.varlen.varlen_attn has it
+constexpr unsigned kNotInVarlen = 1 << 10;  // varlen_attention lacks it
+constexpr unsigned kScoreTerm = 1 << 11;    // a score_mod can say it (About::in_score_mod)
+constexpr unsigned kList = 1 << 12;         // the only list, and the last of all tensors
+
+constexpr unsigned flags_of(Kind kind) {
+  switch (kind) {
+    case Kind::rows:
+      return kTensor | kInput | kCast | kOfScores | kOfVarlenAttn;
+    case Kind::value_rows:
+      return kTensor | kInput | kCast | kOfVarlenAttn;
+    case Kind::mask:
+      return kTensor | kInput | kCast | kOfScores;
+    case Kind::heads:
+      return kTensor | kInput | kOfScores;
+    case Kind::terms:
+      return kTensor | kInput | kOfProgram;
+    case Kind::entries:
+      return kTensor | kOfScores;
+    case Kind::numbers:
+      return kTensor | kOfProgram;
+    case Kind::scales:
+      return kTensor | kOf8Bits;
+    case Kind::starts:
+      return kTensor | kOfPacking | kOfVarlenAttn;
+    case Kind::pages:
+      return kTensor | kOfPacking;
+    case Kind::longest:
+      return kOfPacking | kOfVarlenAttn;
+    case Kind::number:
+      return kOfScores;
+    case Kind::program:
+      return kOfProgram;
+    case Kind::results:
+      return kOfResults;
+    case Kind::dropout:
+      break;
+  }
+  return 0;
+}
+
 struct About {
   const char* name;
   Kind kind;
+  unsigned more = 0;                  // flags that not every argument of the kind has
   const char* name_in_varlen = name;  // what varlen_attention calls it
   // If the argument is a term of the score: how a score_mod says the same. Beside a score_mod such an argument is an
-  // error (check_program), because the score_mod alone computes the score.
+  // error (check_beside_program), because the score_mod alone computes the score.
   const char* in_score_mod = nullptr;
+
+  constexpr unsigned flags() const { return flags_of(kind) | more | (in_score_mod ? kScoreTerm : 0); }
+  constexpr bool has(unsigned flag) const { return (flags() & flag) != 0; }
 };
 
 // The values that a floating-point argument may have.
@@ -138,25 +198,28 @@ struct Call {
 
   // The arguments in the order of `attention`. The built-in has the first eight.
   static constexpr std::tuple kArguments{
-      Argument({"query", Kind::rows}, &Call::query),
-      Argument({"key", Kind::rows}, &Call::key),
-      Argument({"value", Kind::value_rows}, &Call::value),
-      Argument({"attn_mask", Kind::mask}, &Call::attn_mask),
-      Argument({"dropout_p", Kind::dropout}, &Call::dropout_p, kProbability),
-      Argument({"is_causal", Kind::number}, &Call::is_causal),
-      Argument({"scale", Kind::number}, &Call::scale, kNumber),
-      Argument({"enable_gqa", Kind::number}, &Call::enable_gqa),
-      Argument({"softcap", Kind::number, "softcap", "softcap * torch.tanh(score / softcap)"}, &Call::softcap, kCap),
+      Argument({"query", Kind::rows, kOfBuiltin}, &Call::query),
+      Argument({"key", Kind::rows, kOfBuiltin}, &Call::key),
+      Argument({"value", Kind::value_rows, kOfBuiltin}, &Call::value),
+      Argument({"attn_mask", Kind::mask, kOfBuiltin}, &Call::attn_mask),
+      Argument({"dropout_p", Kind::dropout, kOfBuiltin}, &Call::dropout_p, kProbability),
+      // window_size says the same
+      Argument({"is_causal", Kind::number, kOfBuiltin | kNotInVarlen}, &Call::is_causal),
+      Argument({"scale", Kind::number, kOfBuiltin}, &Call::scale, kNumber),
+      Argument({"enable_gqa", Kind::number, kOfBuiltin}, &Call::enable_gqa),
+      Argument({.name = "softcap", .kind = Kind::number, .in_score_mod = "softcap * torch.tanh(score / softcap)"},
+               &Call::softcap, kCap),
       Argument({"window_size", Kind::number}, &Call::window_size),
       Argument({"query_offset", Kind::entries}, &Call::query_offset),
-      Argument({"key_lengths", Kind::entries, "seqused_k"}, &Call::key_lengths),
+      Argument({.name = "key_lengths", .kind = Kind::entries, .name_in_varlen = "seqused_k"}, &Call::key_lengths),
       Argument({"cu_seq_q", Kind::starts}, &Call::cu_seq_q),
       Argument({"cu_seq_k", Kind::starts}, &Call::cu_seq_k),
       Argument({"max_q", Kind::longest}, &Call::max_q),
       Argument({"max_k", Kind::longest}, &Call::max_k),
       Argument({"block_table", Kind::pages}, &Call::block_table),
-      Argument({"alibi_slopes", Kind::heads, "alibi_slopes", "score - slopes[h] * (q_idx - kv_idx).abs()"},
-               &Call::alibi_slopes),
+      Argument(
+          {.name = "alibi_slopes", .kind = Kind::heads, .in_score_mod = "score - slopes[h] * (q_idx - kv_idx).abs()"},
+          &Call::alibi_slopes),
       Argument({"sinks", Kind::heads}, &Call::sinks),
       Argument({"score_mod", Kind::program}, &Call::score_mod),
       Argument({"mask_mod", Kind::program}, &Call::mask_mod),
@@ -170,7 +233,7 @@ struct Call {
       Argument({"block_size", Kind::program}, &Call::block_size),
       Argument({"key_scale", Kind::scales}, &Call::key_scale),
       Argument({"value_scale", Kind::scales}, &Call::value_scale),
-      Argument({"tables", Kind::terms}, &Call::tables),  // the only list, and the last of all tensors
+      Argument({"tables", Kind::terms, kList}, &Call::tables),
       Argument({"with_rows", Kind::results}, &Call::with_rows),
   };
   static auto fields(auto& call);
@@ -187,28 +250,27 @@ inline bool is_8_bit(const std::optional<at::Tensor>& t) { return t && is_8_bit(
 constexpr auto kAbout =
     std::apply([](const auto&... a) { return std::array{static_cast<About>(a)...}; }, Call::kArguments);
 
-// A view of Call (operator.h). takes(i, kind) says whether the view has argument number i, which is of this kind.
-template <bool (*takes)(size_t, Kind)>
+// A view of Call (operator.h): the arguments that have all flags of `with` and none of `without`.
+template <unsigned with, unsigned without = 0>
 struct Arguments {
   using Data = Call;
-  static constexpr size_t kCount = [] {
-    size_t n = 0;
-    for (size_t i = 0; i < kAbout.size(); ++i) n += takes(i, kAbout[i].kind);
-    return n;
-  }();
+  static constexpr bool takes(const About& about) {
+    return (about.flags() & with) == with && (about.flags() & without) == 0;
+  }
+  static constexpr size_t kCount = std::ranges::count_if(kAbout, takes);
   static constexpr auto kPlaces = [] {
     std::array<size_t, kCount> places{};
     size_t n = 0;
     for (size_t i = 0; i < kAbout.size(); ++i)
-      if (takes(i, kAbout[i].kind)) places[n++] = i;
+      if (takes(kAbout[i])) places[n++] = i;
     return places;
   }();
 
   // About argument number i, or about tensor number i. Tables are the last tensors, with numbers from kCount - 1 on.
   static constexpr const About& about(size_t i) { return kAbout[kPlaces[std::min(i, kCount - 1)]]; }
   static std::string name(size_t i) {
-    const char* const name = about(i).name;
-    return name == std::string_view("tables") ? c10::str(name, "[", i - (kCount - 1), "]") : name;
+    const About& of = about(i);
+    return of.has(kList) ? c10::str(of.name, "[", i - (kCount - 1), "]") : of.name;
   }
   static auto fields(auto& call) {
     return [&]<size_t... i>(std::index_sequence<i...>) {
@@ -216,46 +278,20 @@ struct Arguments {
     }(std::make_index_sequence<kCount>());
   }
 };
-constexpr size_t kOfBuiltin = 8;
-constexpr bool is_any(size_t, Kind) { return true; }
-constexpr bool is_of_builtin(size_t i, Kind) { return i < kOfBuiltin; }
-constexpr bool is_beyond_builtin(size_t i, Kind kind) { return i >= kOfBuiltin && kind != Kind::results; }
-constexpr bool is_tensor(size_t, Kind kind) { return kind <= Kind::pages; }
-constexpr bool is_input(size_t, Kind kind) { return kind <= Kind::terms; }
-constexpr bool is_without_program(size_t, Kind kind) {
-  return kind != Kind::terms && kind != Kind::numbers && kind != Kind::program;
-}
-constexpr bool is_of_packing(Kind kind) { return Kind::starts <= kind && kind <= Kind::longest; }
-constexpr bool is_unpacked(size_t i, Kind kind) {
-  return is_without_program(i, kind) && !is_of_packing(kind) && kind != Kind::results;
-}
-constexpr bool is_beside_program(size_t i, Kind kind) {
-  return !is_of_packing(kind) && kind != Kind::scales && !kAbout[i].in_score_mod;
-}
-constexpr bool is_of_scores(size_t i, Kind kind) {
-  return is_unpacked(i, kind) && kind != Kind::value_rows && kind != Kind::dropout && kind != Kind::scales;
-}
 
-using All = Arguments<is_any>;
-using Tensors = Arguments<is_tensor>;
-using Inputs = Arguments<is_input>;  // which may have derivatives
-using Builtin = Arguments<is_of_builtin>;
-using BeyondBuiltin = Arguments<is_beyond_builtin>;
-using WithoutProgram = Arguments<is_without_program>;
-using Unpacked = Arguments<is_unpacked>;  // of operators that take no packed sequences
-using Flex = Arguments<is_beside_program>;
-using Scores = Arguments<is_of_scores>;
+using All = Arguments<0>;
+using Tensors = Arguments<kTensor>;
+using Inputs = Arguments<kInput>;  // which may have derivatives
+using Builtin = Arguments<kOfBuiltin>;
+using BeyondBuiltin = Arguments<0, kOfBuiltin | kOfResults>;
+using WithoutProgram = Arguments<0, kOfProgram>;
+using Unpacked = Arguments<0, kOfProgram | kOfPacking | kOfResults>;  // of operators that take no packed sequences
+using Flex = Arguments<0, kOfPacking | kOf8Bits | kScoreTerm>;
+using Scores = Arguments<kOfScores, kOfProgram | kOfPacking | kOfResults>;
 
 // varlen_attention always packs. Its arguments begin with the arguments of torch.nn.attention.varlen.varlen_attn.
-constexpr bool is_first_of_varlen(size_t i, Kind kind) {
-  return i < 3 || kind == Kind::starts || kind == Kind::longest;
-}
-constexpr bool is_rest_of_varlen(size_t i, Kind kind) {
-  return is_without_program(i, kind) && !is_first_of_varlen(i, kind) &&
-         kAbout[i].name != std::string_view("is_causal");  // window_size expresses it
-}
-using FirstOfVarlen = Arguments<is_first_of_varlen>;
-using RestOfVarlen = Arguments<is_rest_of_varlen>;
+using FirstOfVarlen = Arguments<kOfVarlenAttn>;
+using RestOfVarlen = Arguments<0, kOfProgram | kOfVarlenAttn | kNotInVarlen>;
 struct Varlen {
   using Data = Call;
   static auto fields(auto& call) { return std::tuple_cat(FirstOfVarlen::fields(call), RestOfVarlen::fields(call)); }

@@ -29,7 +29,7 @@ class Batch {
         layer_(*at::functorch::maybeCurrentDynamicLayer()),
         guard_(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchVmapMode})) {
     const auto check = [&](size_t i, const auto& t) {
-      TORCH_CHECK(Tensors::about(i).kind < Kind::starts || !is_mapped(t), op, ": ", Tensors::about(i).name,
+      TORCH_CHECK(!Tensors::about(i).has(kOfPacking) || !is_mapped(t), op, ": ", Tensors::about(i).name,
                   " is mapped by vmap; all samples must have the same, as they are computed at once");
     };
     for_each_tensor(check, tensors_of(call));
