@@ -9,7 +9,7 @@ from torch import Tensor
 
 from _second_order import directions
 from helpers import Inputs
-from torch_attn._programs import MOST_TABLES
+from torch_attn._programs.program import MOST_TABLES
 
 OPERATORS = (
     *("sdpa", "attention", "sdpa_with_weights", "sdpa_stats"),

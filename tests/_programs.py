@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_attn._programs import Program
+from torch_attn._programs.program import Program
 
 _FUNCTIONS = {
     "div": torch.true_divide,

@@ -23,7 +23,7 @@ from fuzz.drawing import MODES, draw
 from fuzz.problem import OF_BUILTIN, OPTIONS
 from fuzz.textbook import Textbook
 from helpers import CPU_CAPABILITIES, cpu_capability_set_to, threads_set_to, to_dtype
-from torch_attn._program_list import RULES
+from torch_attn._programs.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = 150

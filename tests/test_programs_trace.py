@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import torch_attn
 from tests._programs import evaluate
 from torch_attn import reference
-from torch_attn._program_list import _limits_of
-from torch_attn._programs import Program, remembered, trace
+from torch_attn._programs.limits import limits_of
+from torch_attn._programs.program import Program, remembered, trace
 
 # All different, so that a wrong axis or direction cannot go unseen.
 B, H, L, S = SHAPE = 2, 3, 5, 8
@@ -812,7 +812,7 @@ def test_limits_hold_every_number(name: str) -> None:
         numbers = [torch.arange(x, y + 1) for x, y in bounds]
         grid = torch.meshgrid(*numbers, indexing="ij") if name != "where" else numbers
         found = operation(*(x.flatten() for x in grid))
-        limits = _limits_of(name, [*bounds])
+        limits = limits_of(name, [*bounds])
         assert limits is not None
         least, most = limits
         assert least <= found.min(), (bounds, limits)

@@ -25,7 +25,7 @@ from torch_attn._count import calls
 from torch_attn._inspection import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._paged import PagedCache
-from torch_attn._programs import Program, score_program
+from torch_attn._programs.program import Program, score_program
 from torch_attn._quantize import quantize_kv
 from torch_attn._replace_flex import (
     flex_is_replaced,

@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_attn._count import calls_of, counter
-from torch_attn._program_trace import UnsupportedError
+from torch_attn._programs.errors import UnsupportedError
 from torch_attn.flex import flex_attention
 from torch_attn.replace import Replacement, Switch, _replacing, _restore
 

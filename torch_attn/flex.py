@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from torch_attn._program_trace import UnsupportedError
-from torch_attn._programs import MaskMod, Program, ScoreMod, remembered
+from torch_attn._programs.errors import UnsupportedError
+from torch_attn._programs.program import MaskMod, Program, ScoreMod, remembered
 from torch_attn.functional import _number, _refuse_others
 
 if TYPE_CHECKING:

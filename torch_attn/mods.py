@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_attn._programs import MaskMod, ScoreMod
+from torch_attn._programs.program import MaskMod, ScoreMod
 
 __all__ = [
     "alibi",

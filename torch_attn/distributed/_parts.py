@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_attn._programs import MOST_TABLES
+from torch_attn._programs.program import MOST_TABLES
 from torch_attn.distributed._exchange import Ring, waiting
 from torch_attn.distributed._layout import Call, Layout, Part
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import torch_attn
 from torch_attn._count import counter
 from torch_attn._import import import_of, install
-from torch_attn._programs import ScoreMod
+from torch_attn._programs.program import ScoreMod
 from torch_attn.flex import attend, is_block_mask
 from torch_attn.integrations._masks import (
     Pattern,

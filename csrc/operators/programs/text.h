@@ -2,7 +2,7 @@
 //
 // A string has a line for each value, "%3 f add %1 %2": its number, its type (f: a number, i: a whole number, b: a
 // boolean), the operation and its operands, which are earlier values. The string begins with "attn.program 1", or with
-// "attn.program 1 wide" if its whole numbers need 64 bits, and ends with "return %3". torch_attn/_programs.py writes
+// "attn.program 1 wide" if its whole numbers need 64 bits, and ends with "return %3". torch_attn/_programs/ writes
 // such strings, and docs/flex.md lists the operations.
 #pragma once
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_attn._program_list import DISTANCE, KEY, PAIR, ROW, write
-from torch_attn._program_trace import Tracer
-
-__all__ = ["Program", "remembered", "score_program", "trace"]
+from torch_attn._programs.errors import fail
+from torch_attn._programs.list import write
+from torch_attn._programs.tables import Tables
+from torch_attn._programs.trace import Tracer
+from torch_attn._programs.value import DISTANCE, KEY, PAIR, ROW
+from torch_attn._programs.values import Values
 
 MOST_OPERATIONS, MOST_LEAVES, MOST_TABLES = 64, 16, 16
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -112,41 +114,51 @@ def trace(
             message names the operation and the line, and says what to do instead.
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    tracer = Tracer((batch, heads, queries, keys), compute, torch.device(device))
-    tracer.dtypes = dtype, compute
-    results: list[int] = []
-    wide: list[frozenset[int]] = []
-    kind = tracer.device.type
-    cast = torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-        if score_mod is not None:
-            score = tracer.list.value(PAIR, compute, node=tracer.list.add("f", "score"))
-            results.append(tracer.run("score_mod", score_mod, [score, *tracer.indices], "f"))
-            wide.append(frozenset(tracer.list.wide))
-        if mask_mod is not None:
-            tracer.tracking, tracer.list.in_mask = False, True
-            with torch.no_grad():
-                tracer.list.wide.clear()
-                results.append(tracer.run("mask_mod", mask_mod, tracer.indices, "b"))
-            wide.append(frozenset(tracer.list.wide))
-    writer = write.__wrapped__ if tracer.list.compiling else write
-    places = tuple(tracer.list.nodes)
-    texts, counts, read = writer(places, tuple(results), tuple(wide), compute)
+    values = Values((batch, heads, queries, keys), compute, torch.device(device))
+    tables = Tables(values, (dtype, compute))
+    results, wide = _run(Tracer(values, tables), score_mod, mask_mod)
+    writer = write.__wrapped__ if values.list.compiling else write
+    texts, counts, read = writer(tuple(values.list.nodes), results, wide, compute)
     if max(counts, default=0) > MOST_OPERATIONS:
-        tracer.fail(f"{max(counts)} operations of the pair; at most {MOST_OPERATIONS}")
+        fail(f"{max(counts)} operations of the pair; at most {MOST_OPERATIONS}")
     columns: dict[str, list[Tensor]] = {}
     for kind, type_, serial in read:
         name = f"{kind}_{'terms' if type_ == 'f' else 'numbers'}"
-        columns.setdefault(name, []).append(tracer.list.leaves[type_, serial])
-    tables = columns.pop("table_numbers", [])
-    if len(tables) > MOST_TABLES:
-        tracer.fail(f"{len(tables)} tables have an index of the pair; at most {MOST_TABLES}")
-    leaves: dict[str, Any] = {name: _stack(tracer, name, of) for name, of in columns.items()}
-    leaves["tables"] = tuple(tables)
-    if tracer.pairs is not None and " f pair\n" in texts[0]:  # else the result does not need it
-        leaves["pairs"] = tracer.pairs
+        columns.setdefault(name, []).append(values.list.leaves[type_, serial])
+    read_tables = columns.pop("table_numbers", [])
+    if len(read_tables) > MOST_TABLES:
+        fail(f"{len(read_tables)} tables have an index of the pair; at most {MOST_TABLES}")
+    leaves: dict[str, Any] = {
+        name: _stack(name, of, values.lengths) for name, of in columns.items()
+    }
+    leaves["tables"] = tuple(read_tables)
+    if tables.pairs is not None and " f pair\n" in texts[0]:  # else the result does not need it
+        leaves["pairs"] = tables.pairs
     score_text = texts[0] if score_mod is not None else None
     return Program(score_text, texts[-1] if mask_mod is not None else None, **leaves)
+
+
+def _run(
+    tracer: Tracer, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
+    """Runs both functions. Returns for each its result's node, and the nodes that need 64 bits."""
+    values, ops = tracer.values, tracer.values.list
+    results: list[int] = []
+    wide: list[frozenset[int]] = []
+    kind = values.device.type
+    cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+        if score_mod is not None:
+            score = ops.value(PAIR, ops.dtype, node=ops.add("f", "score"))
+            results.append(tracer.run("score_mod", score_mod, [score, *values.indices], "f"))
+            wide.append(frozenset(ops.wide))
+        if mask_mod is not None:
+            values.tracking, ops.in_mask = False, True
+            with torch.no_grad():
+                ops.wide.clear()
+                results.append(tracer.run("mask_mod", mask_mod, values.indices, "b"))
+            wide.append(frozenset(ops.wide))
+    return tuple(results), tuple(wide)
 
 
 _known: dict[Any, Program] = {}
@@ -212,11 +224,11 @@ def _records() -> bool:
     )
 
 
-def _stack(tracer: Tracer, name: str, leaves: list[Tensor]) -> Tensor:
+def _stack(name: str, leaves: list[Tensor], lengths: dict[int, int]) -> Tensor:
     """Stacks n leaves `[B|1, H|1, N|1]` into `[B|1, H|1, N, n]`, each column contiguous."""
     if len(leaves) > MOST_LEAVES:
-        tracer.fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
-    length = tracer.lengths[_KINDS[name.partition("_")[0]]]
+        fail(f"the functions need {len(leaves)} {name}; at most {MOST_LEAVES}")
+    length = lengths[_KINDS[name.partition("_")[0]]]
     B, H = (max(x.size(axis) for x in leaves) for axis in (0, 1))
     whole = [x if x.shape == (B, H, length) else x.expand(B, H, length) for x in leaves]
     columns = torch.stack(whole, -2) if len(whole) > 1 else whole[0].contiguous().unsqueeze(-2)
