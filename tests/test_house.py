@@ -1,4 +1,4 @@
-"""What may be in which folder of csrc: the map of CONTRIBUTING.md, by the files' includes."""
+"""What may be in which folder: the map of CONTRIBUTING.md, by the includes and imports of files."""
 
 from __future__ import annotations
 
@@ -54,3 +54,14 @@ def test_what_is_looked_at_is_there() -> None:
 
 def test_the_root_is_a_table_of_contents() -> None:
     assert len([path for path in CSRC.iterdir() if path.is_file()]) <= 12
+
+
+def test_modules_of_functions_of_the_pair_import_in_one_direction() -> None:
+    """Each imports only modules above it in the list of the package's docstring."""
+    package = CSRC.parent / "torch_attn" / "_programs"
+    order = re.findall(r"^- (\w+):", (package / "__init__.py").read_text(), re.MULTILINE)
+    assert sorted(order) == sorted(path.stem for path in package.glob("[!_]*.py"))
+    for n, name in enumerate(order):
+        text = (package / f"{name}.py").read_text()
+        assert set(re.findall(r"torch_attn\._programs\.(\w+) import", text)) <= set(order[:n]), name
+        assert "TYPE_CHECKING" not in text
