@@ -29,12 +29,8 @@ from examples.demo.embeddings import embed, get_model_path
 from examples.demo.gpt import GPT, Config, Training
 from examples.demo.report import console, table
 from examples.demo.text import sentences
-from torch_attn.integrations.transformers import (
-    EIGHT_BITS,
-    EightBits,
-    attention_forward,
-    register,
-)
+from torch_attn.integrations._attention import EIGHT_BITS, EightBits
+from torch_attn.integrations.transformers import attention_forward, register
 
 CONFIG = Config(context=1024, layers=4, heads=2, width=128)
 # Context, batch, steps. Short contexts come first, because there a model soon learns where to look.

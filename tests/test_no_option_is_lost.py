@@ -645,7 +645,7 @@ def test_keywords_of_transformers() -> None:
     import transformers
     from transformers.utils.generic import TransformersKwargs
 
-    from torch_attn.integrations.transformers import _UNSUPPORTED, attention_forward
+    from torch_attn.integrations._attention import _UNSUPPORTED, attention_forward
 
     ignored = {
         "deterministic": "ours is, with dropout too",

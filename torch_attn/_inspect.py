@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_attn._inspection import Inspection, Layer
 from torch_attn.functional import sdpa_stats, sdpa_with_weights
-from torch_attn.integrations.transformers import calling_sdpa
+from torch_attn.integrations._attention import calling_sdpa
 from torch_attn.nn import _merge
 
 __all__ = ["inspect"]

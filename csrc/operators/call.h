@@ -18,7 +18,7 @@
 // check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which key_row_offset()
 // (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
 //
-// `score_mod` is a function in Python, which flex_attention traces and writes as a string (torch_attn/_programs.py).
+// `score_mod` is a function in Python, which flex_attention traces and writes as a string (torch_attn/_programs/).
 // validate() compiles the string (programs/): read_text() makes a graph of it, derivatives.h adds the graph's
 // derivatives, and schedule() turns both into lists of steps. ProblemBuilder::program describes the lists, and the
 // tensors that they read, in a PairProgram (core/program.h), to which Problem::program points. When a kernel visits a

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from torch_attn._quantize import MOST, quantize_kv
-from torch_attn.integrations import transformers as integration
+from torch_attn.integrations._attention import EIGHT_BITS, EightBits, is_ours
 
 __all__ = ["EightBitCache"]
 
@@ -63,8 +63,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """The keys and values of one layer.
 
     A decoder of transformers passes the keyword arguments of its call of attention to the cache.
-    The layer adds :class:`~torch_attn.integrations.transformers.EightBits` to these arguments, so
-    the scales reach `attention_forward`.
+    The layer adds :class:`EightBits` to these arguments, so the scales reach `attention_forward`.
     """
 
     supports_early_init = False
@@ -85,7 +84,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
                 "of transformers 5.24 do; so the scales would not reach attention"
             )
         name = self._model.config._attn_implementation
-        if not integration.is_ours(name):
+        if not is_ours(name):
             raise _error(
                 f"the model's attn_implementation is {name!r}, which would compute with numbers of "
                 "8 bits as if they had no scales; load the model with attn_implementation="
@@ -115,7 +114,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
             buffer[:, :, length:end] = x
         keys, values = self._show(end)
         scales = (x[:, :, :end] for x in self._buffers[1::2])
-        call[integration.EIGHT_BITS] = integration.EightBits(keys, values, *scales)
+        call[EIGHT_BITS] = EightBits(keys, values, *scales)
         return keys, values
 
     def _show(self, length: int) -> tuple[Tensor, Tensor]:

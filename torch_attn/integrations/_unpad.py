@@ -25,14 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_attn.integrations import transformers as integration
+from torch_attn.integrations._attention import (
+    PLAN,
+    attention_forward,
+    is_ours,
+    register_function,
+)
 from torch_attn.integrations._masks import Pattern, Texts
 from torch_attn.nn import MultiheadAttention
 
 __all__ = ["Unpadded"]
 
 _NAME = "torch_attn.unpad"  # our implementation, for models that have another one
-_PLAN = "torch_attn_plan"  # the keyword argument that has the plan
 _REFUSED = ["encoder_hidden_states", "cache", "past_key_values", "use_cache", "cu_seq_lens_q"]
 _REFUSED += ["output_attentions", "mask", "is_causal"]
 _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=None)
@@ -243,7 +247,7 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     before = [(config, config._attn_implementation) for config in known.configs]
     undo = [partial(setattr, c, "_attn_implementation_internal", name) for c, name in before]
     if not _attends(known):
-        integration._register(_NAME, integration.attention_forward)
+        register_function(_NAME, attention_forward)
         stack.set_attn_implementation(_NAME)
     # If every entry of the list is a layer, the last layer ends the stack. In ALBERT an entry is a
     # group of layers, which runs several times. So the stack ends after `count` calls of layers.
@@ -282,7 +286,7 @@ def _turn_on_nn(stack: nn.TransformerEncoder, known: _Stack) -> list[Any]:
 
 def _attends(stack: _Stack) -> bool:
     # Any other attention would let sequences attend to each other.
-    return all(integration.is_ours(config._attn_implementation) for config in stack.configs)
+    return all(is_ours(config._attn_implementation) for config in stack.configs)
 
 
 # Counting tokens breaks the graph of a compiled model. In a model of transformers, this is the only
@@ -335,7 +339,7 @@ def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     if known.compute_bias is not None:
         plan.bias = known.compute_bias(plan.texts.max_q, plan.texts.max_k)
-    output = forward(*args, **kwargs, **{_PLAN: plan})
+    output = forward(*args, **kwargs, **{PLAN: plan})
     if not plan.done:
         raise RuntimeError(f"unpad: {known.name} did not end with its last layer")
     if isinstance(output, tuple):  # a tuple in it has recorded states
@@ -346,7 +350,7 @@ def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs: Any) -> Any:
-    if not (plan := kwargs.get(_PLAN)):
+    if not (plan := kwargs.get(PLAN)):
         return None
     given = dict(zip(names, args, strict=False)) | kwargs
     states, texts = given.pop(names[0]), plan.texts
@@ -357,7 +361,7 @@ def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs
         raise ValueError(f"unpad: {type(layer).__name__}: {reason}")
     plan.layers += 1
     for name, value in given.items():
-        if name not in ("attention_mask", "position_bias", _PLAN):
+        if name not in ("attention_mask", "position_bias", PLAN):
             given[name] = plan.pack(name, value, once=True)
     if plan.bias is not None:
         if plan.bias.requires_grad and not torch.is_grad_enabled():
@@ -384,7 +388,7 @@ def _refuse_mask(plan: _Plan, mask: Any) -> str:
 
 
 def _after(known: _Stack, count: int, layer: Any, args: Any, kwargs: Any, output: Any) -> Any:
-    if not (plan := kwargs.get(_PLAN)):
+    if not (plan := kwargs.get(PLAN)):
         return None
     plan.calls += 1
     plan.done = count in (0, plan.calls)
