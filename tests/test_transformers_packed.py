@@ -21,9 +21,10 @@ from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 import torch_attn
 from _memory import largest_block
 from _models import Calls, InFloat64, assert_close_in_float64
-from torch_attn import reference
-from torch_attn.integrations._masks import Pattern, Texts, _packed
+from torch_attn import reference, varlen
+from torch_attn.integrations._masks import Pattern, _packed
 from torch_attn.integrations.transformers import attention_forward, calls, register
+from torch_attn.varlen import PackedSequences
 
 ATTN = register()
 LAYERS = 2
@@ -277,7 +278,7 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         seen.append((args, kwargs))
         return varlen_attn(*args, **kwargs)
 
-    monkeypatch.setattr(torch_attn, "varlen_attn", spy)
+    monkeypatch.setattr(varlen, "varlen_attn", spy)
     before = calls()
     actual = generate(ours, prompts)
     assert calls() - before == len(seen) > 0
@@ -310,10 +311,10 @@ def test_block_tables_are_an_error() -> None:
 def test_the_pattern_of_packed_texts_moves() -> None:
     """As accelerate moves what a layer on another device is given."""
     cu_seq = torch.tensor([0, 3, 8])
-    given = Texts(cu_seq, cu_seq, 5, 5)
+    given = PackedSequences(cu_seq, cu_seq, 5, 5)
     moved = Pattern(-1, 0, None, None, (1, 1, 8, 8), given).to("meta")
-    assert moved.texts.cu_seq_q.is_meta
-    assert moved.texts.cu_seq_k.is_meta
+    assert moved.sequences.cu_seq_q.is_meta
+    assert moved.sequences.cu_seq_k.is_meta
 
 
 def test_a_model_that_computes_with_its_mask_has_one() -> None:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from torch_attn._count import count
 from torch_attn.functional import _integers, sdpa, sdpa_with_weights
+from torch_attn.varlen import PackedSequences
 
 __all__ = ["MultiheadAttention"]
 
@@ -187,7 +188,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         query_offset: Tensor | int | None = None,
         key_lengths: Tensor | int | None = None,
-        _texts: Any = None,  # packed sequences, of integrations.transformers.unpad
+        _packed: PackedSequences | None = None,  # of integrations.transformers.unpad
     ) -> tuple[Tensor, Tensor | None]:
         """Attends from every query to the keys that masks do not hide.
 
@@ -253,9 +254,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             torch.unflatten(t, -1, (-1, self.head_dim)).movedim(length_dim, -2)
             for t in self._project(query, key, value)
         )
-        if _texts is not None:
-            output = _texts.attend(
-                *(q, k, v, None, False, self.window_size),
+        if _packed is not None:
+            output = _packed.attend(
+                *(q, k, v),
+                window_size=self.window_size,
                 dropout_p=self.dropout if self.training else 0.0,
                 softcap=self.softcap,
                 enable_gqa=self.num_kv_heads != self.num_heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -280,3 +281,42 @@ def varlen_attn_out(
             )
         out.copy_(output)
     return (out, logsumexp) if return_aux is not None and return_aux.lse else out
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """Which tokens of `[B, T]` belong to which sequence, in the words of :func:`varlen_attn`.
+
+    A module that packs a batch hands this to the modules that attend.
+    """
+
+    cu_seq_q: Tensor  # [N + 1], integers
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        **options: Any,
+    ) -> Tensor:
+        """Attends within each sequence, from `[B, H, L, E]` to `[B, L, H, Ev]`.
+
+        If there are more keys than queries, a sequence's last query is at its last key.
+        """
+        if is_causal:
+            window_size = (window_size[0], 0)
+        B, _, L, _ = query.shape
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        starts = self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k
+        output: Any = varlen_attn(query, key, value, *starts, window_size=window_size, **options)
+        return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedSequences:
+        """Moves the starts to another device."""
+        q, k = (t.to(*args, **kwargs) for t in (self.cu_seq_q, self.cu_seq_k))
+        return replace(self, cu_seq_q=q, cu_seq_k=k)

@@ -25,8 +25,10 @@ from torch_attn._programs.program import ScoreMod
 from torch_attn.flex import attend, is_block_mask
 from torch_attn.integrations._masks import (
     Pattern,
-    Texts,
+    attend_padded,
     mask_function,
+    mask_of,
+    sequences_of_call,
     supports_sdpa,
     with_bias,
 )
@@ -203,14 +205,14 @@ def attention_forward(
         key, value = cache.update(key, value, module.layer_idx, kwargs)
         if is_causal:  # the mask that transformers made lacks the cached keys
             attention_mask = None
-    texts = Texts.of_call(kwargs)
+    sequences = sequences_of_call(kwargs)
     if (plan := kwargs.get(PLAN)) is not None:  # unpad made it
         plan.attended += 1
     options: dict[str, Any]
     if is_block_mask(attention_mask):
         options = {"is_causal": False}
     elif isinstance(attention_mask, Pattern):
-        texts = texts or attention_mask.texts
+        sequences = sequences or attention_mask.sequences
         options = attention_mask.options(module, query, key)
     else:
         if is_causal is None:
@@ -223,7 +225,7 @@ def attention_forward(
             is_causal = config is None or supports_sdpa(type(config))
         is_causal = bool(is_causal) and attention_mask is None
         options = {"attn_mask": attention_mask, "is_causal": is_causal}
-        if texts is None:
+        if sequences is None:
             options["is_causal"] = is_causal and bool(query.size(2) > 1)
             if attention_mask is None and sliding_window and sliding_window < key.size(2):
                 raise ValueError(
@@ -247,22 +249,25 @@ def attention_forward(
         options |= stored.scales(module, key, value, output_attentions)
 
     if is_block_mask(attention_mask):
-        if texts is not None or output_attentions or stored is not None:
-            what = "weights" if output_attentions else "packed sequences" if texts else "8 bits"
+        if sequences is not None or output_attentions or stored is not None:
+            beside = "packed sequences" if sequences else "8 bits"
+            what = "weights" if output_attentions else beside
             raise ValueError(f"{type(module).__name__}: a BlockMask beside {what}; pass a tensor")
         if position_bias is not None:
             position_bias = position_bias.expand(*query.shape[:3], key.size(2))
         score_mod = _score_mod(options.pop("softcap"), position_bias)
         output = attend(query, key, value, score_mod, attention_mask, **options)[0]
         return output.transpose(1, 2).contiguous(), None
-    if texts is not None:
+    if sequences is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
             options["attn_mask"] = position_bias
-            return texts.attend_padded(query, key, value, **options), None
+            return attend_padded(sequences, query, key, value, **options), None
         dense = output_attentions or position_bias is not None or _watching > 0
         if options["attn_mask"] is None and not dense:
-            return texts.attend(query, key, value, **options), None
-        options["attn_mask"] = texts.mask(query, key, options["attn_mask"])
+            del options["attn_mask"]
+            options.pop("query_offset", None)  # cu_seq_k implies it
+            return sequences.attend(query, key, value, **options), None
+        options["attn_mask"] = mask_of(sequences, query, key, options["attn_mask"])
     options["attn_mask"] = with_bias(options["attn_mask"], position_bias)
     weights = None
     if output_attentions:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import torch_attn
 from torch_attn.distributed import _context as context
+from torch_attn.varlen import PackedSequences
 
 
 def mask_function() -> Callable[..., Tensor | Pattern | None]:
@@ -35,14 +36,14 @@ def mask_function() -> Callable[..., Tensor | Pattern | None]:
             kwargs["allow_is_causal_skip"] = False
         packed = _packed(masking, config, kwargs.get("mask_function"))
         if packed is not None:
-            function, texts = packed
+            function, sequences = packed
             alone = {**kwargs, "mask_function": function, "allow_is_causal_skip": True}
             window = _window(masking, config, **alone)
             if window is not None:
                 pattern = _pattern(masking, *window, **alone)
                 assert isinstance(pattern, Pattern)  # packed sequences have several tokens
                 # Over several processes, two pieces of one sequence look like two sequences.
-                return replace(pattern, texts=None if context.is_on() else texts)
+                return replace(pattern, sequences=None if context.is_on() else sequences)
         window = _window(masking, config, **kwargs)
         if window is not None:
             return _pattern(masking, *window, **kwargs)
@@ -75,7 +76,7 @@ class Pattern:
     offset: Tensor | None  # 0-d, int64: the position of query 0 among the keys; None is 0
     padding: Tensor | None  # [B, 1, 1, S], boolean, True attends
     shape: tuple[int, int, int, int]  # [B, 1, L, S], of the mask that it replaces
-    texts: Texts | None = None  # packed sequences, which do not see each other
+    sequences: PackedSequences | None = None  # if they are packed
     ndim: ClassVar[int] = 4
 
     def options(self, module: nn.Module, query: Tensor, key: Tensor) -> dict[str, Any]:
@@ -97,8 +98,8 @@ class Pattern:
         """Moves the pattern to another device. accelerate calls `to` on a layer's arguments."""
         offset = None if self.offset is None else self.offset.to(*args, **kwargs)
         padding = None if self.padding is None else self.padding.to(*args, **kwargs)
-        texts = None if self.texts is None else self.texts.to(*args, **kwargs)
-        return replace(self, offset=offset, padding=padding, texts=texts)
+        sequences = None if self.sequences is None else self.sequences.to(*args, **kwargs)
+        return replace(self, offset=offset, padding=padding, sequences=sequences)
 
     def contiguous(self) -> Pattern:
         """Returns the pattern itself. `generate` makes every mask contiguous."""
@@ -208,98 +209,65 @@ def _pattern(
     return Pattern(left, right, start, padding, (batch_size, 1, q_length, kv_length))
 
 
-# --- packed texts ---------------------------------------------------------------------------------
+# --- packed sequences -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Texts:
-    """Packed sequences, which do not see each other, one after the other in `[B, T]` tokens.
+def sequences_of_call(kwargs: dict[str, Any]) -> PackedSequences | None:
+    """Takes the starts of packed sequences from the arguments of a call, or returns None.
 
-    If there are more keys than queries, the last query of a sequence is at the sequence's last key.
+    transformers passes the same arguments to its flash attention.
     """
-
-    cu_seq_q: Tensor  # [N + 1], integers
-    cu_seq_k: Tensor
-    max_q: int
-    max_k: int
-
-    @classmethod
-    def of_call(cls, kwargs: dict[str, Any]) -> Texts | None:
-        """Takes the starts of packed sequences from the arguments of a call, or returns None.
-
-        transformers passes the same arguments to its flash attention.
-        """
-        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        missing = [name for name in names if kwargs.get(name) is None]
-        if len(missing) == len(names):
-            return None
-        if missing:
-            raise ValueError(
-                f"{', '.join(missing)} missing: packed sequences need {', '.join(names)}, "
-                "all of them or none"
-            )
-        cu_seq_q, cu_seq_k, *most = (kwargs[name] for name in names)
-        max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
-        return cls(cu_seq_q, cu_seq_k, max_q, max_k)
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: None,
-        is_causal: bool,
-        window_size: tuple[int, int] = (-1, -1),
-        query_offset: Tensor | None = None,  # not used: `cu_seq_k` implies it
-        **options: Any,
-    ) -> Tensor:
-        """Output `[B, L, H, Ev]`."""
-        if is_causal:
-            window_size = (window_size[0], 0)
-        B, _, L, _ = query.shape
-        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-        places = self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k
-        output: Any = torch_attn.varlen_attn(
-            query, key, value, *places, window_size=window_size, **options
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    missing = [name for name in names if kwargs.get(name) is None]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: packed sequences need {', '.join(names)}, "
+            "all of them or none"
         )
-        return output.view(B, L, *output.shape[1:]).contiguous()  # type: ignore[no-any-return]
-
-    def attend_padded(self, *tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
-        """Returns self-attention in each text, `[1, T, H, Ev]`; the mask is `[1, H, max, max]`."""
-        token = torch.arange(tensors[0].size(2), device=self.cu_seq_k.device)
-        text = torch.searchsorted(self.cu_seq_k, token, right=True) - 1
-        place = text * self.max_k + token - self.cu_seq_k[text]
-        x = torch.cat(tensors).transpose(1, 2)  # [3, T, H, E]
-        size = (self.cu_seq_k.numel() - 1, self.max_k)
-        padded = x.new_zeros(3, size[0] * size[1], *x.shape[2:]).index_copy(1, place, x)
-        q, k, v = torch.unflatten(padded, 1, size).transpose(2, 3)
-        output = torch_attn.sdpa(q, k, v, attn_mask, key_lengths=self.cu_seq_k.diff(), **options)
-        return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
-
-    def mask(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        """Makes a mask `[B, 1, L, S]` that hides other sequences too.
-
-        Only calls that need memory of L x S for another reason use this mask. Tokens after the last
-        sequence see no keys, as in :meth:`attend`.
-        """
-        of_query, of_key = (
-            torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
-            .view(B, 1, n)
-            .to(query.device)
-            for cu_seq, (B, _, n, _) in ((self.cu_seq_q, query.shape), (self.cu_seq_k, key.shape))
-        )
-        of_query = of_query.masked_fill(of_query == self.cu_seq_q.numel(), -1)
-        same = of_query[..., None] == of_key[..., None, :]
-        if mask is None or mask.dtype == torch.bool:
-            return same if mask is None else mask & same
-        return torch.where(same, mask, -math.inf)
-
-    def to(self, *args: Any, **kwargs: Any) -> Texts:
-        q, k = (t.to(*args, **kwargs) for t in (self.cu_seq_q, self.cu_seq_k))
-        return replace(self, cu_seq_q=q, cu_seq_k=k)
+    cu_seq_q, cu_seq_k, *most = (kwargs[name] for name in names)
+    max_q, max_k = (int(n) if isinstance(n, Tensor) else n for n in most)
+    return PackedSequences(cu_seq_q, cu_seq_k, max_q, max_k)
 
 
-def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, Texts] | None:
+def attend_padded(
+    sequences: PackedSequences, *tensors: Tensor, attn_mask: Tensor, **options: Any
+) -> Tensor:
+    """Returns self-attention in each sequence, `[1, T, H, Ev]`; the mask is `[1, H, max, max]`."""
+    cu_seq, longest = sequences.cu_seq_k, sequences.max_k
+    token = torch.arange(tensors[0].size(2), device=cu_seq.device)
+    sequence = torch.searchsorted(cu_seq, token, right=True) - 1
+    place = sequence * longest + token - cu_seq[sequence]
+    x = torch.cat(tensors).transpose(1, 2)  # [3, T, H, E]
+    size = (cu_seq.numel() - 1, longest)
+    padded = x.new_zeros(3, size[0] * size[1], *x.shape[2:]).index_copy(1, place, x)
+    q, k, v = torch.unflatten(padded, 1, size).transpose(2, 3)
+    output = torch_attn.sdpa(q, k, v, attn_mask, key_lengths=cu_seq.diff(), **options)
+    return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
+
+
+def mask_of(sequences: PackedSequences, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Makes a mask `[B, 1, L, S]` that hides other sequences too.
+
+    Only calls that need memory of L x S for another reason use this mask. Tokens after the last
+    sequence see no keys, as in :meth:`PackedSequences.attend`.
+    """
+    starts = (sequences.cu_seq_q, query.shape), (sequences.cu_seq_k, key.shape)
+    of_query, of_key = (
+        torch.searchsorted(cu_seq, torch.arange(B * n, device=cu_seq.device), right=True)
+        .view(B, 1, n)
+        .to(query.device)
+        for cu_seq, (B, _, n, _) in starts
+    )
+    of_query = of_query.masked_fill(of_query == sequences.cu_seq_q.numel(), -1)
+    same = of_query[..., None] == of_key[..., None, :]
+    if mask is None or mask.dtype == torch.bool:
+        return same if mask is None else mask & same
+    return torch.where(same, mask, -math.inf)
+
+
+def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, PackedSequences] | None:
     """Returns the mask function that each packed sequence has on its own, and the sequences.
 
     Returns None if sequences are not packed, or if the call needs a mask of L x S.
@@ -334,7 +302,7 @@ def _packed(masking: Any, config: Any, function: Any) -> tuple[Any, Texts] | Non
     begins = torch.cat([torch.ones_like(number[:, :1]), number.diff()], 1).flatten()
     cu_seq = nn.functional.pad(begins.nonzero().flatten(), (0, 1), value=begins.numel())
     longest = int(cu_seq.diff().max())
-    return alone, Texts(cu_seq, cu_seq, longest, longest)
+    return alone, PackedSequences(cu_seq, cu_seq, longest, longest)
 
 
 def _around(function: FunctionType) -> dict[str, Any]:

@@ -31,8 +31,9 @@ from torch_attn.integrations._attention import (
     is_ours,
     register_function,
 )
-from torch_attn.integrations._masks import Pattern, Texts
+from torch_attn.integrations._masks import Pattern
 from torch_attn.nn import MultiheadAttention
+from torch_attn.varlen import PackedSequences
 
 __all__ = ["Unpadded"]
 
@@ -88,7 +89,7 @@ class _Plan:
 
     keep: Tensor  # [B, L], boolean
     index: Tensor  # [T], int64, in keep.flatten()
-    texts: Texts
+    sequences: PackedSequences
     bias: Tensor | None = None  # T5: [1, H, longest, longest], which all layers share
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     layers: int = 0  # layers that have begun
@@ -330,7 +331,7 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     index = keep.flatten().nonzero().flatten()
     torch._dynamo.maybe_mark_dynamic(index, 0)
     longest = int(lengths.max())
-    return _Plan(keep, index, Texts(cu_seq, cu_seq, longest, longest))
+    return _Plan(keep, index, PackedSequences(cu_seq, cu_seq, longest, longest))
 
 
 def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -338,7 +339,7 @@ def _run(known: _Stack, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if plan is None:
         return forward(*args, **kwargs)
     if known.compute_bias is not None:
-        plan.bias = known.compute_bias(plan.texts.max_q, plan.texts.max_k)
+        plan.bias = known.compute_bias(plan.sequences.max_q, plan.sequences.max_k)
     output = forward(*args, **kwargs, **{PLAN: plan})
     if not plan.done:
         raise RuntimeError(f"unpad: {known.name} did not end with its last layer")
@@ -353,7 +354,7 @@ def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs
     if not (plan := kwargs.get(PLAN)):
         return None
     given = dict(zip(names, args, strict=False)) | kwargs
-    states, texts = given.pop(names[0]), plan.texts
+    states, sequences = given.pop(names[0]), plan.sequences
     if not plan.is_packed(states):
         states = plan.pack(names[0], states)
     _guard_backward(known, layer, states)
@@ -367,8 +368,9 @@ def _before(known: _Stack, names: tuple[str, ...], layer: Any, args: Any, kwargs
         if plan.bias.requires_grad and not torch.is_grad_enabled():
             raise ValueError("unpad: use_reentrant=True would lose position_bias's gradient here")
         given["position_bias"] = plan.bias
-    given |= {"attention_mask": None, "max_length_q": texts.max_q, "max_length_k": texts.max_k}
-    given |= {"cu_seq_lens_q": texts.cu_seq_q, "cu_seq_lens_k": texts.cu_seq_k}
+    given |= {"cu_seq_lens_q": sequences.cu_seq_q, "cu_seq_lens_k": sequences.cu_seq_k}
+    given |= {"max_length_q": sequences.max_q, "max_length_k": sequences.max_k}
+    given["attention_mask"] = None
     rest = [given.pop(name) for name in names[1 : len(args)]]
     return (states, *rest), given
 
@@ -435,4 +437,4 @@ def _run_nn(known: _Stack, batch_dim: int, forward: Any, *args: Any, **kwargs: A
 
 def _attend(attention: nn.Module, args: Any, kwargs: Any) -> Any:
     plan = _plan_of_nn.get()
-    return None if plan is None else (args, {**kwargs, "_texts": plan.texts})
+    return None if plan is None else (args, {**kwargs, "_packed": plan.sequences})
