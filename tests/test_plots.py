@@ -28,8 +28,9 @@ from matplotlib.transforms import Bbox
 from torch import Tensor
 
 import torch_attn
-from torch_attn import plots
-from torch_attn.plots import _curves, _graph, _labels, _matrices, _points
+from examples import plots
+from examples.plots import _arrows, _curves, _graph
+from torch_attn.plots import _labels, _matrices, _points
 
 ROOT = Path(__file__).parents[1]
 DARK = {
@@ -409,7 +410,7 @@ def test_tsne_draws_vectors_that_are_all_alike() -> None:
     # In a process of its own: what went wrong here ended it.
     script = """if True:
         import numpy, torch
-        from torch_attn import plots
+        from examples import plots
         x = torch.randn(5, 4)
         for query, key, metric in (
             (x * 0, x * 0, "euclidean"),
@@ -631,7 +632,7 @@ def test_the_legend_keeps_what_is_in_given_axes() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize("module", [_curves, _graph, _matrices, _points])
+@pytest.mark.parametrize("module", [_arrows, _curves, _graph, _matrices, _points])
 def test_docstrings(module: Any) -> None:
     names = {"torch": torch, "torch_attn": torch_attn, "plots": plots}
     result = doctest.testmod(module, extraglobs=names)

@@ -11,7 +11,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import torch_attn
-from torch_attn import plots, reference
+from examples import plots
+from torch_attn import reference
 
 from .plots import COLORS, figure, save
 from .report import check, console, heading, table

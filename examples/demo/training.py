@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_attn import plots
+from examples import plots
 
 from . import memory
 from .gpt import ATTENTION, Config, Training, write

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
-from torch_attn import plots
+from examples import plots
 
 from .page import Numbers, Picture, Section, theme
 from .threads import one_thread

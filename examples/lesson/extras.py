@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_attn
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 
 from .heads import TOKENS, X
 from .lookup import vector

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import torch_attn
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
 from .threads import threads

