@@ -27,6 +27,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.bias import causal_upper_left
 from torch.utils.flop_counter import FlopCounterMode
 
+import _scripts
 import torch_attn
 from _variants import ROOT
 from torch_attn import reference
@@ -264,7 +265,7 @@ def jagged(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
 
 
 def scripted(*args: Any, **options: Any) -> Any:
-    return torch.jit.script(torch_attn.sdpa)(*args, enable_gqa=True, **options)
+    return torch.jit.script(_scripts.attention)(*args, enable_gqa=True, **options)[0]
 
 
 def with_causal_bias(function: Function) -> Function:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec
+import functools
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,11 +14,6 @@ from torch_attn import _library
 __all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
 _library.load()
-
-# torch.jit.script can compile sdpa, sdpa_with_logsumexp and sdpa_with_weights. TorchScript has no
-# keyword-only arguments with a default, so these functions accept all arguments by position.
-
-_P = ParamSpec("_P")
 
 
 def sdpa(
@@ -169,24 +164,16 @@ def sdpa(
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
-    # Converts query_offset and key_lengths one by one, because an element of a TorchScript tuple
-    # cannot be None in one call and a number in another.
-    offset = None if query_offset is None else _integers("query_offset", query_offset, query)
-    lengths = None if key_lengths is None else _integers("key_lengths", key_lengths, query)
-    no_tensors = offset is None and lengths is None and alibi_slopes is None and sinks is None
-    no_tensors = no_tensors and key_scale is None and value_scale is None
+    no_tensors = query_offset is None and key_lengths is None and alibi_slopes is None
+    no_tensors = no_tensors and sinks is None and key_scale is None and value_scale is None
     softcap = _number("attn::sdpa", "softcap", softcap)
     if no_tensors and window_size == (-1, -1) and not softcap:
         output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
     alone: Tensor = torch.ops.attn.attention(
         *plain,
-        scale=scale,
+        **_converted("attn::sdpa", query, scale, softcap, window_size, query_offset, key_lengths),
         enable_gqa=enable_gqa,
-        softcap=softcap,
-        window_size=_pair(window_size),
-        query_offset=offset,
-        key_lengths=lengths,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         key_scale=key_scale,
@@ -196,67 +183,24 @@ def sdpa(
     return alone
 
 
-def _calling(
-    operator: Any, name: str, like: Callable[_P, Any]
-) -> Callable[[Callable[[], None]], Callable[_P, tuple[Tensor, Tensor, Tensor]]]:
-    """Returns a decorator that replaces a function by one that calls `operator`.
-
-    The new function takes the arguments of `like`. Only the name and the documentation of the
-    decorated function remain.
-    """
-
-    def number(argument: str, given: float) -> float:
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return given
-        else:  # noqa: RET505, because TorchScript does not compile this branch, which reads `name`
-            return _number(name, argument, given)
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        softcap: float = 0.0,
-        window_size: tuple[int, int] = (-1, -1),
-        query_offset: Tensor | int | None = None,
-        key_lengths: Tensor | int | None = None,
-        alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not (
-            isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        ):
-            _refuse_others(name, query=query, key=key, value=value)
-        return operator(  # type: ignore[no-any-return]
-            *(query, key, value, attn_mask, number("dropout_p", dropout_p), is_causal),
-            scale=None if scale is None else number("scale", scale),
-            enable_gqa=enable_gqa,
-            softcap=number("softcap", softcap),
-            window_size=_pair(window_size),
-            query_offset=_integers("query_offset", query_offset, query),
-            key_lengths=_integers("key_lengths", key_lengths, query),
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
-
-    def named(documented: Callable[[], None]) -> Any:
-        for name in ("__name__", "__qualname__", "__doc__"):
-            setattr(attend, name, getattr(documented, name))
-        return attend
-
-    return named
-
-
-@_calling(torch.ops.attn.attention, "attn::sdpa", like=sdpa)
-def sdpa_with_logsumexp() -> None:
+def sdpa_with_logsumexp(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`sdpa`, and the logsumexp and the largest score of every query.
 
     Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows a caller
@@ -285,10 +229,41 @@ def sdpa_with_logsumexp() -> None:
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa", query=query, key=key, value=value)
+    dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
+    options = _converted(
+        "attn::sdpa", query, scale, softcap, window_size, query_offset, key_lengths
+    )
+    return torch.ops.attn.attention(  # type: ignore[no-any-return]
+        *(query, key, value, attn_mask, dropout_p, is_causal),
+        **options,
+        enable_gqa=enable_gqa,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
-@_calling(torch.ops.attn.sdpa_with_weights, "attn::sdpa_with_weights", like=sdpa)
-def sdpa_with_weights() -> None:
+def sdpa_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    query_offset: Tensor | int | None = None,
+    key_lengths: Tensor | int | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
     Arguments, errors and the output are as for :func:`sdpa`. The two matrices take memory O(L S).
@@ -310,6 +285,21 @@ def sdpa_with_weights() -> None:
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
+    dropout_p = _number("attn::sdpa_with_weights", "dropout_p", dropout_p)
+    options = _converted(
+        "attn::sdpa_with_weights", query, scale, softcap, window_size, query_offset, key_lengths
+    )
+    return torch.ops.attn.sdpa_with_weights(  # type: ignore[no-any-return]
+        *(query, key, value, attn_mask, dropout_p, is_causal),
+        **options,
+        enable_gqa=enable_gqa,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 class Stats(NamedTuple):
@@ -415,28 +405,61 @@ def sdpa_stats(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         _refuse_others("attn::sdpa_stats", query=query, key=key)
-    scale = None if scale is None else _number("attn::sdpa_stats", "scale", scale)
+    options = _converted(
+        "attn::sdpa_stats", query, scale, softcap, window_size, query_offset, key_lengths
+    )
     return Stats(
         *torch.ops.attn.sdpa_stats(
             *(query, key, attn_mask, is_causal),
-            scale=scale,
+            **options,
             enable_gqa=enable_gqa,
-            softcap=_number("attn::sdpa_stats", "softcap", softcap),
-            window_size=_pair(window_size),
-            query_offset=_integers("query_offset", query_offset, query),
-            key_lengths=_integers("key_lengths", key_lengths, query),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
         )
     )
 
 
+def _refuse_script(operator: str) -> NoReturn:
+    raise RuntimeError(
+        f"torch_attn: torch.jit.script does not compile torch_attn's functions; call {operator} in "
+        "the script, or use torch.jit.trace"
+    )
+
+
+# torch.jit.script calls this attribute of a function before it compiles the function.
+for _function, _operator in (
+    (sdpa, "torch.ops.attn.sdpa"),
+    (sdpa_with_logsumexp, "torch.ops.attn.attention"),
+    (sdpa_with_weights, "torch.ops.attn.sdpa_with_weights"),
+    (sdpa_stats, "torch.ops.attn.sdpa_stats"),
+):
+    vars(_function)["__prepare_scriptable__"] = functools.partial(_refuse_script, _operator)
+
+
+def _converted(
+    operator: str,
+    query: Tensor,
+    scale: float | None,
+    softcap: float,
+    window_size: tuple[int, int],
+    query_offset: Tensor | int | None,
+    key_lengths: Tensor | int | None,
+) -> dict[str, Any]:
+    """Returns these arguments as the operators take them."""
+    return {
+        "scale": None if scale is None else _number(operator, "scale", scale),
+        "softcap": _number(operator, "softcap", softcap),
+        "window_size": _pair(window_size),
+        "query_offset": _integers("query_offset", query_offset, query),
+        "key_lengths": _integers("key_lengths", key_lengths, query),
+    }
+
+
 def _pair(window_size: tuple[int, int]) -> list[int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        for number in window_size:
-            _check_whole("window_size", number)
+    for number in window_size:
+        _check_whole("window_size", number)
     return [window_size[0], window_size[1]]
 
 
@@ -446,8 +469,7 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
         return None
     if isinstance(numbers, Tensor):
         return numbers
-    if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-        _check_whole(name, numbers, " or a tensor of integers")
+    _check_whole(name, numbers, " or a tensor of integers")
     return torch.full([], numbers, dtype=torch.int64, device=query.device)
 
 
@@ -477,8 +499,7 @@ def _number(operator: str, name: str, number: float) -> float:
     """
     if isinstance(number, float):
         return number if number else 0.0
-    else:  # noqa: RET505, because TorchScript would compile this line without the else
-        return _out_of_tensor(operator, name, number)
+    return _out_of_tensor(operator, name, number)
 
 
 def _out_of_tensor(operator: str, name: str, number: Any) -> Any:
