@@ -1,13 +1,15 @@
-"""What may be in which folder: the map of CONTRIBUTING.md, by the includes and imports of files."""
+"""What may be in which folder, by includes and imports; how long a Python function may be."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
+PACKAGE = CSRC.parent / "torch_attn"
 TORCH = re.compile(r"torch/|ATen|c10/|operators/|attn/")
 # Headers of C, and what a kernel file may ask of its types at compile time.
 WITHOUT_CODE = {"stdint.h", "stddef.h", "type_traits", "cuda_runtime.h"}
@@ -65,3 +67,16 @@ def test_modules_of_functions_of_the_pair_import_in_one_direction() -> None:
         text = (package / f"{name}.py").read_text()
         assert set(re.findall(r"torch_attn\._programs\.(\w+) import", text)) <= set(order[:n]), name
         assert "TYPE_CHECKING" not in text
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.glob("**/*.py")), ids=lambda path: path.name)
+def test_functions_of_the_package_are_short(file: Path) -> None:
+    """Docstrings are not counted."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            lines = range(node.lineno, node.end_lineno or 0)
+            own = (
+                0 if docstring is None else len(range(docstring.lineno, docstring.end_lineno or 0))
+            )
+            assert len(lines) - own < 75, node.name

@@ -113,20 +113,25 @@ def sdpa_with_weights(
     # influence.
     scores = scores.masked_fill(masked, -math.inf)
 
-    # The softmax of a row without keys would be 0 / 0. Such a row gets weights of 0, without
-    # gradients.
+    kept = weights = _softmax(scores, sinks)
+    if dropout_mask is not None:
+        # With dropout_p = 1 no weight is left to divide.
+        kept = weights.masked_fill(~dropout_mask, 0) / ((1 - dropout_p) or 1)
+    return kept @ value, weights, scores
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Computes the softmax of each row, with the sink of its head as one more score.
+
+    The softmax of a row without keys would be 0 / 0. Such a row gets weights of 0, without
+    gradients.
+    """
     logits = scores
     if sinks is not None:
         logits = torch.cat([scores, _of_heads(sinks, scores).expand_as(scores[..., :1])], dim=-1)
     empty = (logits == -math.inf).all(dim=-1, keepdim=True)
     weights = logits.masked_fill(empty, 0).softmax(dim=-1).masked_fill(empty, 0)
-    weights = weights[..., : scores.size(-1)]
-
-    kept = weights
-    if dropout_mask is not None:
-        # With dropout_p = 1 no weight is left to divide.
-        kept = weights.masked_fill(~dropout_mask, 0) / ((1 - dropout_p) or 1)
-    return kept @ value, weights, scores
+    return weights[..., : scores.size(-1)]
 
 
 def _of_samples(numbers: Tensor | int, scores: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from torch_attn.functional import _integers, _out_of_tensor, _pair, _refuse_othe
 
 __all__ = ["all_rows", "attend", "group_of", "sdpa"]
 
+_NAME = "torch_attn.distributed.sdpa"
+
 
 def sdpa(
     query: Tensor,
@@ -72,14 +74,13 @@ def sdpa(
         torch.Size([1, 8, 100, 64])
         >>> dist.destroy_process_group()
     """
-    name = "torch_attn.distributed.sdpa"
-    _refuse_others(name, query=query, key=key, value=value)
+    _refuse_others(_NAME, query=query, key=key, value=value)
     if min(query.ndim, key.ndim) < 2:
         shapes = f"query is {list(query.shape)} and key {list(key.shape)}"
-        raise RuntimeError(f"{name}: {shapes}; they must have two dimensions or more")
+        raise RuntimeError(f"{_NAME}: {shapes}; they must have two dimensions or more")
     if lengths is not None and (not isinstance(lengths, (tuple, list)) or len(lengths) != 2):
-        raise ValueError(f"{name}: lengths is {lengths}; it must be a pair (L, S) of ints")
-    group = group_of(name, group)
+        raise ValueError(f"{_NAME}: lengths is {lengths}; it must be a pair (L, S) of ints")
+    group = group_of(_NAME, group)
     L, S = query.shape[-2], key.shape[-2]
     if lengths is None:
         queries, keys = told(L, S, query.device, group)
@@ -116,28 +117,27 @@ def attend(
     """Computes :func:`sdpa`, where `layout` says which pieces each process has."""
     if torch.compiler.is_compiling() or is_traced(query):
         raise RuntimeError(
-            "torch_attn.distributed.sdpa: it cannot be part of a compiled function; call it "
+            f"{_NAME}: it cannot be part of a compiled function; call it "
             "outside, or give torch_attn.sdpa DTensors"
         )
     if any(hasattr(t, "placements") for t in (query, key, value)):
         raise TypeError(
-            "torch_attn.distributed.sdpa: query, key or value is a DTensor; give these to "
+            f"{_NAME}: query, key or value is a DTensor; give these to "
             "torch_attn.sdpa, which knows where their parts are"
         )
-    name = "torch_attn.distributed.sdpa"
     numbers = arguments("sdpa_with_weights", of_tensors=False) | {"is_causal": is_causal}
     tensors = dict.fromkeys(("query_offset", "key_lengths", "alibi_slopes", "sinks"))
     for n, given in options.items():
         if n not in (numbers.keys() | tensors.keys()) - {"dropout_p"}:
-            raise TypeError(f"{name}() got an unexpected keyword argument '{n}'")
+            raise TypeError(f"{_NAME}() got an unexpected keyword argument '{n}'")
         if n in numbers:
-            numbers[n] = _out_of_tensor(name, n, given)
+            numbers[n] = _out_of_tensor(_NAME, n, given)
         else:
             tensors[n] = given
     own = tuple(Layout.length(x[layout.rank]) for x in (layout.queries, layout.keys))
     if own != (query.shape[-2], key.shape[-2]):
         raise RuntimeError(
-            f"torch_attn.distributed.sdpa: lengths is {layout.lengths}, of which process "
+            f"{_NAME}: lengths is {layout.lengths}, of which process "
             f"{layout.rank} of {layout.world} has {own[0]} queries and {own[1]} keys, but query "
             f"has {query.shape[-2]} and key {key.shape[-2]}"
         )
@@ -179,7 +179,7 @@ def _gathered(call: Call, inputs: Inputs) -> Tensor:
     layout, (_, S) = call.layout, call.layout.lengths
     key, value = (
         all_rows(call.group, layout.keys, layout.rank, [wide(t)] * layout.world)
-        for t in inputs[1:3]
+        for t in (inputs.key, inputs.value)
     )
     own, mask = layout.queries[layout.rank], inputs.attn_mask
     outputs = []
@@ -198,7 +198,11 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
     rank, world, queries = layout.rank, layout.world, layout.queries
     query, key, value = (
         all_rows(call.group, of_all, rank, t.tensor_split(world, -3))
-        for of_all, t in zip((queries, layout.keys, layout.keys), inputs[:3], strict=True)
+        for of_all, t in (
+            (queries, inputs.query),
+            (layout.keys, inputs.key),
+            (layout.keys, inputs.value),
+        )
     )
     mask = inputs.attn_mask
     if mask is not None:
@@ -211,10 +215,11 @@ def _by_heads(call: Call, inputs: Inputs) -> Tensor:
             is_cut = mask.shape[-2] != 1
         parts = mask.tensor_split(world, -3) if has_heads else [mask] * world
         mask = all_rows(call.group, queries, rank, parts) if is_cut else parts[rank]
-    of_heads = (None if t is None else t.tensor_split(world, -1)[rank] for t in inputs[4:])
-    options = call.options_of((0, L), (0, S)) | dict(
-        zip(("alibi_slopes", "sinks"), of_heads, strict=True)
-    )
+    of_heads = {
+        name: None if t is None else t.tensor_split(world, -1)[rank]
+        for name, t in (("alibi_slopes", inputs.alibi_slopes), ("sinks", inputs.sinks))
+    }
+    options = call.options_of((0, L), (0, S)) | of_heads
     output = torch.ops.attn._sdpa_forward(query, key, value, mask, **options, with_rows=False)[0]
     back = [
         torch.cat([output[..., slice(*piece), :] for piece in pieces], -2) for pieces in queries
@@ -302,6 +307,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError(
-            "torch_attn.distributed.sdpa: a second derivative is asked for, which a ring lacks; "
+            f"{_NAME}: a second derivative is asked for, which a ring lacks; "
             'call it within torch_attn.distributed.method("gather") or method("all_to_all")'
         )

@@ -193,13 +193,7 @@ def attention_forward(
             mask hides the keys outside the window; or the mask was made for another number of
             queries or keys.
     """
-    meaning = _unsupported(kwargs)
-    if meaning is not None:
-        raise ValueError(
-            f"{type(module).__name__} asks for {meaning}, which attn does not support; "
-            'load the model with attn_implementation="eager"'
-        )
-
+    _refuse_unsupported(module, kwargs)
     _count()
     if cache is not None:  # before 5.24, transformers left this to attention
         key, value = cache.update(key, value, module.layer_idx, kwargs)
@@ -215,26 +209,10 @@ def attention_forward(
         sequences = sequences or attention_mask.sequences
         options = attention_mask.options(module, query, key)
     else:
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", None)
-        if is_causal is None:
-            # Does the same as transformers' "sdpa": a module without `is_causal` is causal. The
-            # modules of a model that does not support "sdpa" are an exception: they lack
-            # `is_causal`, and the model passes a mask if it is causal.
-            config = getattr(module, "config", None)
-            is_causal = config is None or supports_sdpa(type(config))
-        is_causal = bool(is_causal) and attention_mask is None
-        options = {"attn_mask": attention_mask, "is_causal": is_causal}
-        if sequences is None:
-            options["is_causal"] = is_causal and bool(query.size(2) > 1)
-            if attention_mask is None and sliding_window and sliding_window < key.size(2):
-                raise ValueError(
-                    f"{type(module).__name__}: sliding_window is {sliding_window}, but there are "
-                    f"{key.size(2)} keys and attention_mask is None; a mask must hide the others, "
-                    "as the one that transformers makes for this implementation does"
-                )
-        elif attention_mask is None and sliding_window:
-            options["window_size"] = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
+        is_packed = sequences is not None
+        options = _options_of_mask(
+            module, query, key, attention_mask, is_causal, sliding_window, is_packed
+        )
     options["dropout_p"] = dropout if module.training else 0.0
     options["scale"] = scaling
     options["enable_gqa"] = getattr(module, "num_key_value_groups", 1) > 1
@@ -242,9 +220,7 @@ def attention_forward(
     # constant.
     options["softcap"] = float(softcap or 0.0)
     if s_aux is not None:
-        # Models store s_aux in the dtype of their weights, which may not be query's dtype.
-        fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
-        options["sinks"] = s_aux if fits else s_aux.to(query.dtype)
+        options["sinks"] = _sinks(s_aux, query)
     if (stored := kwargs.get(EIGHT_BITS)) is not None:
         options |= stored.scales(module, key, value, output_attentions)
 
@@ -253,11 +229,7 @@ def attention_forward(
             beside = "packed sequences" if sequences else "8 bits"
             what = "weights" if output_attentions else beside
             raise ValueError(f"{type(module).__name__}: a BlockMask beside {what}; pass a tensor")
-        if position_bias is not None:
-            position_bias = position_bias.expand(*query.shape[:3], key.size(2))
-        score_mod = _score_mod(options.pop("softcap"), position_bias)
-        output = attend(query, key, value, score_mod, attention_mask, **options)[0]
-        return output.transpose(1, 2).contiguous(), None
+        return _attend_blocks(query, key, value, attention_mask, position_bias, options), None
     if sequences is not None:
         if position_bias is not None and position_bias.size(-1) != key.size(2):
             options["attn_mask"] = position_bias
@@ -278,6 +250,70 @@ def attention_forward(
     # so nothing is copied here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi)
     # make the query contiguous, so the output is copied.
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _refuse_unsupported(module: nn.Module, arguments: dict[str, Any]) -> None:
+    meaning = _unsupported(arguments)
+    if meaning is not None:
+        raise ValueError(
+            f"{type(module).__name__} asks for {meaning}, which attn does not support; "
+            'load the model with attn_implementation="eager"'
+        )
+
+
+def _options_of_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    is_packed: bool,
+) -> dict[str, Any]:
+    """Returns a mask that is a tensor or None, causality and the window, as options of `sdpa`."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        # Does the same as transformers' "sdpa": a module without `is_causal` is causal. The
+        # modules of a model that does not support "sdpa" are an exception: they lack
+        # `is_causal`, and the model passes a mask if it is causal.
+        config = getattr(module, "config", None)
+        is_causal = config is None or supports_sdpa(type(config))
+    is_causal = bool(is_causal) and attention_mask is None
+    options: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": is_causal}
+    if not is_packed:
+        options["is_causal"] = is_causal and bool(query.size(2) > 1)
+        if attention_mask is None and sliding_window and sliding_window < key.size(2):
+            raise ValueError(
+                f"{type(module).__name__}: sliding_window is {sliding_window}, but there are "
+                f"{key.size(2)} keys and attention_mask is None; a mask must hide the others, "
+                "as the one that transformers makes for this implementation does"
+            )
+    elif attention_mask is None and sliding_window:
+        options["window_size"] = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
+    return options
+
+
+def _sinks(s_aux: Tensor, query: Tensor) -> Tensor:
+    """Models store s_aux in the dtype of their weights, which may not be query's dtype."""
+    fits = s_aux.dtype == torch.float32 and query.dtype != torch.float64
+    return s_aux if fits else s_aux.to(query.dtype)
+
+
+def _attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    position_bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attends under a BlockMask. Returns `[B, L, H, Ev]`."""
+    if position_bias is not None:
+        position_bias = position_bias.expand(*query.shape[:3], key.size(2))
+    score_mod = _score_mod(options.pop("softcap"), position_bias)
+    output = attend(query, key, value, score_mod, block_mask, **options)[0]
+    return output.transpose(1, 2).contiguous()
 
 
 def _score_mod(softcap: float, position_bias: Tensor | None) -> ScoreMod | None:
