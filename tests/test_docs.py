@@ -20,7 +20,6 @@ import torch_attn
 from torch_attn import (
     _convert,
     _invariance,
-    _paged,
     distributed,
     flex,
     functional,
@@ -30,6 +29,7 @@ from torch_attn import (
     replace,
     varlen,
 )
+from torch_attn._caches import paged
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -43,7 +43,7 @@ def examples(page: Path) -> list[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *(functional, varlen, flex, mods, nn, onnx, replace, _convert, _invariance, _paged),
+        *(functional, varlen, flex, mods, nn, onnx, replace, _convert, _invariance, paged),
         *(distributed._context, distributed._methods, distributed._sdpa),
     ],
 )

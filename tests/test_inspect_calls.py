@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_attn
 from test_inspect import Heads, bert, state
-from torch_attn import _inspect
+from torch_attn._inspection import record
 
 
 def test_an_exception_leaves_the_model_as_it_was() -> None:
@@ -318,7 +318,7 @@ def test_wrong_arguments(
 
 def test_docstrings() -> None:
     names = {"torch": torch, "torch_attn": torch_attn}
-    result = doctest.testmod(_inspect, extraglobs=names)
+    result = doctest.testmod(record, extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
 

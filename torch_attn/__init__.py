@@ -20,13 +20,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_attn import distributed, flops, nn, replace, subclasses
+from torch_attn._caches.paged import PagedCache
+from torch_attn._caches.quantize import quantize_kv
 from torch_attn._convert import Converted, convert, unconvert
 from torch_attn._count import calls
-from torch_attn._inspection import Inspection, Layer
+from torch_attn._inspection.result import Inspection, Layer
 from torch_attn._invariance import invariant
-from torch_attn._paged import PagedCache
 from torch_attn._programs.program import Program, score_program
-from torch_attn._quantize import quantize_kv
 from torch_attn._replace_flex import (
     flex_is_replaced,
     replace_flex,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from torch_attn import onnx as onnx
     from torch_attn import plots as plots
     from torch_attn import reference as reference
-    from torch_attn._inspect import inspect
+    from torch_attn._inspection.record import inspect
 
 __all__ = [
     "Converted",
@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"torch_attn.{name}")
     if name == "inspect":
-        return importlib.import_module("torch_attn._inspect").inspect
+        return importlib.import_module("torch_attn._inspection.record").inspect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from torch_attn._quantize import MOST, quantize_kv
+from torch_attn._caches.quantize import MOST, quantize_kv
 from torch_attn.integrations._attention import EIGHT_BITS, EightBits, is_ours
 
 __all__ = ["EightBitCache"]

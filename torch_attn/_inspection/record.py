@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from torch_attn._inspection import Inspection, Layer
+from torch_attn._inspection.result import Inspection, Layer
 from torch_attn.functional import sdpa_stats, sdpa_with_weights
 from torch_attn.integrations._attention import calling_sdpa
 from torch_attn.nn import _merge

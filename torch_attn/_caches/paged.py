@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_attn._quantize import MOST, quantize_kv
+from torch_attn._caches.quantize import MOST, quantize_kv
 from torch_attn.varlen import varlen_attn
 
 __all__ = ["PagedCache"]
