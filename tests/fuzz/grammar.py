@@ -1,6 +1,6 @@
 """Draws functions of the pair as people write them: source text of Python.
 
-The grammar follows docs/flex.md. `WRITTEN` says how each operation of the tracer's own table is
+The grammar follows docs/flex.md. `WRITTEN` says how each operation of the tracer's table, RULES, is
 written, and tests/test_fuzz.py fails if it lacks one. The text means the same for single numbers,
 as in flex_attention, and for tensors that broadcast over batch, heads, queries and keys, as in an
 oracle of plain PyTorch. Lookups are written in several ways for the former, and in one, `t[b, i]`,

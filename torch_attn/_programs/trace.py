@@ -67,7 +67,7 @@ class Tracer(TorchFunctionMode):
                     return call_general(self.values, func, args, kwargs)
                 operands.append(value)
                 x = value
-            elif not isinstance(x, _NUMBERS) and hasattr(x, "item"):
+            elif not isinstance(x, _PLAIN) and hasattr(x, "item"):
                 x = x.item()  # a number of NumPy's
             values.append(x)
         if not traced:
@@ -102,5 +102,5 @@ class Tracer(TorchFunctionMode):
         return target
 
 
-_NUMBERS = bool, int, float, str, type, torch.dtype, torch.SymInt, torch.SymFloat
+_PLAIN = bool, int, float, str, type, torch.dtype, torch.SymInt, torch.SymFloat
 _SAME = frozenset(("to", "type", "type_as", "contiguous", *CONVERSIONS))
