@@ -50,8 +50,8 @@ enum class Leaf : uint8_t {
   query,  // i
   key,    // j
 };
-// The kinds of leaves that tensors hold, from 0 to kTermKinds - 1. PairProgram::terms has a tensor for each kind, in the
-// order of Leaf. Other leaves have numbers outside of this range.
+// The kinds of leaves that tensors hold, from 0 to kTermKinds - 1. PairProgram::terms has a tensor for each kind, in
+// the order of Leaf. Other leaves have numbers outside of this range.
 ATTN_INLINE constexpr int kind_of(Leaf leaf) { return static_cast<int>(leaf) - static_cast<int>(Leaf::row_term); }
 constexpr int kTermKinds = kind_of(Leaf::query);
 

@@ -1,5 +1,5 @@
-// The gradients in one pass on Hopper against plain loops, without torch, and the same bits on a second run. Blocks have
-// several tasks each, as on a GPU with more of them than multiprocessors.
+// The gradients in one pass on Hopper against plain loops, without torch, and the same bits on a second run. Blocks
+// have several tasks each, as on a GPU with more of them than multiprocessors.
 #include "check_backward.h"
 #include "cuda/wgmma/one_pass.cuh"
 

@@ -402,9 +402,7 @@ struct Backward {
       if (kSecond) second_order.copy(list.results[0].from, count, b.tdx + first * kRowTile);
     });
   }
-  static int64_t columns_of(const Params& p, Leaf leaf) {
-    return p.program ? p.program->columns[kind_of(leaf)] : 0;
-  }
+  static int64_t columns_of(const Params& p, Leaf leaf) { return p.program ? p.program->columns[kind_of(leaf)] : 0; }
 
   // Adds -sum_j dS_ij |position - j| of the tile to state.grad_slopes.
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {

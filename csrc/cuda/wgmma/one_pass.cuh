@@ -1,8 +1,9 @@
-// Computes dQ, dK and dV in one pass, in five products where two passes take seven. Blocks own keys, as in the second of
-// the two passes, and each adds its share of a tile's dQ to sums in memory. The blocks of a tile do so in turn, from the
-// last keys that it sees to the first ones, so that sums have the same bits on every run. A kernel then rounds the sums.
+// Computes dQ, dK and dV in one pass, in five products where two passes take seven. Blocks own keys, as in the second
+// of the two passes, and each adds its share of a tile's dQ to sums in memory. The blocks of a tile do so in turn, from
+// the last keys that it sees to the first ones, so that sums have the same bits on every run. A kernel then rounds the
+// sums.
 //
-// The library does not launch it, because no GPU has shown yet where it is faster. The first run on a GPU measures both.
+// The library does not launch it, because no GPU has shown yet where it is faster. A first run on a GPU times both.
 #pragma once
 
 #include "cuda/wgmma/grad_key.cuh"
