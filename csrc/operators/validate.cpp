@@ -269,6 +269,14 @@ void check_program_tensors(const Shape& shape, const Call& call, const Reads& re
               " queries and ", shape.keys, " keys");
 }
 
+// Checks everything that belongs to functions of the pair, and returns the functions.
+Programs checked_programs(const Shape& shape, const Call& call) {
+  check_beside_program(shape, call);
+  Programs programs = compile_programs(shape, call);
+  check_program_tensors(shape, call, programs.reads);
+  return programs;
+}
+
 // Whether the values of a tensor of integers can be read without waiting for a device.
 bool is_readable(const Tensor& t) {
   return t.is_cpu() && t.has_storage() && !t.is_meta() && !at::isTensorSubclassLike(t);
@@ -465,11 +473,7 @@ Shape validate(const char* op, const Call& call) {
   for_each_input(check_if_per_head, call);
   TORCH_CHECK(call.tables.size() <= kMostTables, op, ": tables has ", call.tables.size(),
               " tensors; it must have at most ", kMostTables);
-  if (call.has_program()) {
-    check_beside_program(shape, call);
-    shape.programs = compile_programs(shape, call);
-    check_program_tensors(shape, call, shape.programs.reads);
-  }
+  if (call.has_program()) shape.programs = checked_programs(shape, call);
   constexpr int64_t kMostOffset = 2 * kFar - 1;
   check_integers(shape, "query_offset", call.query_offset, query, -kMostOffset, [](int64_t) { return kMostOffset; });
   const auto& cu_seq_k = call.cu_seq_k;
