@@ -375,7 +375,7 @@ void check_all(Kernel kernel, DType dtype, double unit, double smallest, const T
        .keys = 290,
        .head_dim = kDim,
        .value_dim = kOdd,
-       .left = 90,
+       .left = 20,
        .right = 50,
        .offset = -30,
        .length = 203},
