@@ -39,7 +39,8 @@ struct Device {
   // Writes the four statistics. There may be no keys.
   Run<StatsParams>* stats;
   WriteSequences* write_sequences;
-  // Writes those of weights, scores and output that have data. There is at least one key. Only the CPU has this kernel.
+  // Writes weights, scores and output, but none whose `data` is null. There is at least one key. Only the CPU has this
+  // kernel.
   Run<WeightsParams>* weights;
 };
 // The device whose kernels take tensors of this type. Null if there is none.

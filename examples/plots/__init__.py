@@ -1,6 +1,6 @@
-"""The pictures of the lesson and the demo: those of :mod:`torch_attn.plots`, and four more.
+"""The pictures of the lesson and the demo: four more beside those of :mod:`torch_attn.plots`.
 
-All functions take arguments, draw and raise as those of :mod:`torch_attn.plots` do.
+Arguments, results and errors follow the rules of :mod:`torch_attn.plots`.
 """
 
 from examples.plots._arrows import embeddings

@@ -1,6 +1,6 @@
 // The backward on Hopper in two passes and in one, side by side. Prints TFLOP/s of the five products that a backward
-// needs, how far the gradients of one pass are from those of two, and in how many of 100 runs they have other bits than
-// in the first. For a GPU: nothing of it runs over the stand-in.
+// needs, and the largest difference between the gradients of one pass and of two. Then runs one pass 100 times more,
+// and prints how many of these runs have other bits than the first. For a GPU: nothing of it runs over the stand-in.
 #include <string>
 
 #include "cuda/wgmma/backward.cuh"

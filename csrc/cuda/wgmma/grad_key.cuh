@@ -206,7 +206,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
     return number + rows_until(work.rows_seen, row_at(work, number).position, work.task.sequence.queries,
                                work.rows - number, kRows);
   }
-  // Returns the first row of the next tile, `first` being that of the tile before. With a mask, leaves out tiles in
+  // Returns the first row of the tile behind the one that begins with row `first`. With a mask, leaves out tiles in
   // which it hides all keys, and sets `changes` to whether consumers read the mask. `begin`: the window's first row.
   __device__ __forceinline__ int64_t next_shown(const Work& work, int64_t first, MaskWindow<kKeys>& window,
                                                 int64_t& begin, bool& changes) const {
