@@ -25,6 +25,23 @@ inline void require_done(cudaError_t error) {
   std::exit(1);
 }
 
+// For loops of the host that take most of a program's time: only kernels are searched for races, see _cuda_programs.py.
+#ifdef __SANITIZE_THREAD__
+#define ATTN_NOT_WATCHED __attribute__((no_sanitize_thread))
+#else
+#define ATTN_NOT_WATCHED
+#endif
+
+ATTN_NOT_WATCHED inline double inner_product(const double* x, const double* y, int size) {
+  double sum = 0;
+  for (int i = 0; i < size; ++i) sum += x[i] * y[i];
+  return sum;
+}
+// y += factor x.
+ATTN_NOT_WATCHED inline void add_scaled(double factor, const double* x, int size, double* y) {
+  for (int i = 0; i < size; ++i) y[i] += factor * x[i];
+}
+
 // Ends the program, and says so, if the GPU is not of compute capability 9.0.
 inline void need_hopper() {
   int major = 0, minor = 0;

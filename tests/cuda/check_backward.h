@@ -105,16 +105,22 @@ struct Input : Matrices<S> {
     }
   }
   double operator()(int h, int i, int d) const { return values[static_cast<size_t>(this->at(h, i, d))]; }
+  const double* row(int h, int i) const { return &values[static_cast<size_t>(this->at(h, i, 0))]; }
 };
 
 // A sum, and how far from it a result may be: factors are rounded to S, the rest is the rounding of float32.
 struct Sum {
   double value = 0, error = 0;
-  void add(double factor, double error_of_factor, double x, double unit) {
+  ATTN_NOT_WATCHED void add(double factor, double error_of_factor, double x, double unit) {
     value += factor * x;
     error += (std::fabs(factor) * (unit + 0x1p-17) + error_of_factor) * std::fabs(x);
   }
 };
+// To sums that are `stride` apart: the factor times each of x.
+ATTN_NOT_WATCHED inline void add_row(Sum* to, int64_t stride, const double* x, int size, double factor,
+                                     double error_of_factor, double unit) {
+  for (int i = 0; i < size; ++i) to[i * stride].add(factor, error_of_factor, x[i], unit);
+}
 
 // unit: of rounding a factor to nearest; smallest: the same of a factor that is not normal.
 template <class S>
@@ -226,11 +232,11 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
     const int kh = h / (kHeads / c.key_heads), vh = h / (kHeads / c.value_heads);
     for (int i = 0; i < queries; ++i) {
       std::vector<double> weight(keys), slope(keys), factor(keys), of_cap(keys, 1);  // of_cap: its derivative
+      const double *const q = query.row(h, i), *const g = grad_output.row(h, i);
       double total = 0, dot = 0, size = 0;
       for (int j = 0; j < keys; ++j) {
-        double score = 0;
-        for (int d = 0; d < c.head_dim; ++d) score += query(h, i, d) * key(kh, j, d);
-        score *= p.scale;
+        const double *const k = key.row(kh, j), *const v = value.row(vh, j);
+        double score = inner_product(q, k, c.head_dim) * p.scale;
         if (c.softcap > 0) {
           const double y = std::tanh(score / c.softcap);
           score = c.softcap * y;
@@ -240,7 +246,7 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
         weight[j] = !c.sees(i, j) ? 0 : std::exp(score + (c.mask ? bias_of(h, i, j) : 0));
         total += weight[j];
         factor[j] = !c.dropout || kept(h, i, j) ? p.keep_scale : 0;
-        for (int d = 0; d < c.value_dim; ++d) slope[j] += grad_output(h, i, d) * value(vh, j, d) * factor[j];
+        slope[j] = inner_product(g, v, c.value_dim) * factor[j];
       }
       for (int j = 0; j < keys; ++j) {
         if (total > 0) weight[j] /= total;
@@ -257,13 +263,13 @@ void check(const Case& c, Kernel kernel, DType dtype, double unit, double smalle
         to_mask[static_cast<size_t>(grad_mask.at(c.shared ? 0 : h, i, j))].add(ds, error, 1, 0);
         to_slopes[static_cast<size_t>(row)].add(ds, error, -std::abs(j - i - c.offset), 0);
         ds *= of_cap[j];
-        for (int d = 0; d < c.head_dim; ++d) {
-          to_query[static_cast<size_t>(grad_query.at(h, i, d))].add(ds * p.scale, error, key(kh, j, d), unit);
-          to_key[static_cast<size_t>(grad_key.at(kh, j, d))].add(ds * p.scale, error, query(h, i, d), unit);
-        }
-        for (int d = 0; d < c.value_dim; ++d)
-          to_value[static_cast<size_t>(grad_value.at(vh, j, d))].add(weight[j] * factor[j], smallest,
-                                                                     grad_output(h, i, d), unit);
+        const auto add = [&](auto& to, auto& at, int head, int row, const double* x, int size, double by, double off) {
+          Sum* const first = &to[static_cast<size_t>(at.at(head, row, 0))];
+          add_row(first, at.operand(DType::f32).col, x, size, by, off, unit);
+        };
+        add(to_query, grad_query, h, i, key.row(kh, j), c.head_dim, ds * p.scale, error);
+        add(to_key, grad_key, kh, j, q, c.head_dim, ds * p.scale, error);
+        add(to_value, grad_value, vh, j, g, c.value_dim, weight[j] * factor[j], smallest);
       }
     }
   }

@@ -270,6 +270,12 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
   }
   run([&] { return launch(p); });
 
+  const auto values_of = [](auto& numbers) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < numbers.size(); ++i) values.push_back(value_of(numbers[i]));
+    return values;
+  };
+  const std::vector<double> queries = values_of(query), keys = values_of(key), values = values_of(value);
   for (int h = 0; h < c.heads; ++h)
     for (int i = 0; i < c.queries; ++i) {
       double best = -INFINITY, sum = c.has_sinks ? std::exp(static_cast<double>(sinks[h])) : 0;
@@ -278,9 +284,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
       for (int j = 0; j < in_use; ++j) {
         const int distance = i + c.offset - j;
         if ((c.right >= 0 && -distance > c.right) || (c.left >= 0 && distance > c.left) || hides(h, i, j)) continue;
-        double score = 0;
-        for (int d = 0; d < c.dim; ++d)
-          score += value_of(query[(h * c.queries + i) * query_stride + d]) * value_of(key[(of_group + j) * c.dim + d]);
+        double score = inner_product(&queries[static_cast<size_t>((h * c.queries + i) * query_stride)],
+                                     &keys[static_cast<size_t>((of_group + j) * c.dim)], c.dim);
         score *= key_scale[of_group + j] * p.scale;
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         if (c.has_slopes) score -= slopes[h] * std::abs(distance);
@@ -289,9 +294,8 @@ void check_forward(const Case& c, int64_t rows_per_task, int64_t tile, bool merg
         const double weight = std::exp(score);
         sum += weight;
         if (c.dropout && !keeps(rng, p.keep_below, h, i, j)) continue;
-        for (int d = 0; d < c.value_dim; ++d)
-          expected[d] +=
-              weight * p.keep_scale * value_scale[of_group + j] * value_of(value[(of_group + j) * c.value_dim + d]);
+        add_scaled(weight * p.keep_scale * value_scale[of_group + j],
+                   &values[static_cast<size_t>((of_group + j) * c.value_dim)], c.value_dim, expected.data());
       }
       const int row = h * c.queries + i;
       if (c.splits == 1 || merges) {

@@ -92,6 +92,7 @@ struct Fiber {
   std::vector<GroupProduct> products;  // not committed
   std::deque<std::vector<GroupProduct>> groups;
 
+  bool on_stack(const void* pointer) const { return pointer >= stack.get() && pointer < stack.get() + kStackBytes; }
   bool is_idle() const {
     return started.empty() && under_way.empty() && bulk.empty() && products.empty() && groups.empty();
   }
@@ -259,7 +260,7 @@ void note(Races::Kind kind, const void* pointer, size_t bytes, const void* where
   if (at < b.shared.bytes()) {
     if (kind == Races::kStore) note_store(pointer, bytes);
     b.races.access(kind, at, bytes, thread < 0 ? running->index : thread, where);
-  } else if (Races::wanted && is_allocated(pointer)) {
+  } else if (Races::wanted && !running->on_stack(pointer) && is_allocated(pointer)) {
     launch->between_blocks.access(kind, reinterpret_cast<uintptr_t>(pointer), bytes, b.place, where);
   }
 }
