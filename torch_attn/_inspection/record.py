@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from torch_attn._inspection.result import Inspection, Layer
@@ -281,7 +281,7 @@ class _Recorder(TorchFunctionMode):
             _, matrix, _ = sdpa_with_weights(query, key, no_value, mask, 0.0, is_causal, **options)
             weights = _batched(matrix, 2)
         differ = attention.sequences is not None and not _same(*attention.sequences)
-        visible = _visible_keys(attention).expand(stats.entropy.shape)
+        visible = _visible_keys(attention)
         self.layers.append(
             Layer(
                 name=name,
@@ -343,47 +343,18 @@ def _is_of_vmap(x: Tensor) -> bool:
 # Some programs hide keys not with -inf, but with a number far below all scores: the least number of
 # a dtype, half of the least number, or -1e4. bfloat16 rounds -1e4 to -9984.
 _HIDES = -9984.0
+_LIMITS = {"enable_gqa", "window_size", "query_offset", "key_lengths"}  # but for masks
 
 
 def _visible_keys(attention: _Attention) -> Tensor:
-    """Returns how many keys each query sees, in a tensor that broadcasts to [B..., H, L]."""
-    L, S = attention.query.size(-2), attention.key.size(-2)
-    device, mask = attention.query.device, attention.attn_mask
-    options, is_causal = attention.options, attention.is_causal
-    offset, lengths = options.get("query_offset"), options.get("key_lengths")
-    if isinstance(mask, CausalBias):
-        # LOWER_RIGHT puts the last query at the position of the last key.
-        offset = torch.tensor(S - L if mask.variant == CausalVariant.LOWER_RIGHT else 0)
-        mask, is_causal = None, True
-
-    # Each query sees the keys from `first` to `end` - 1. `first` and `end` have the shape [L] or
-    # [B..., 1, L].
-    left, right = options.get("window_size", (-1, -1))
-    positions = _of_entries(offset, 0, device) + torch.arange(L, device=device)
-    first = (positions - left if left >= 0 else torch.zeros_like(positions)).clamp(0, S)
-    end = torch.minimum(_of_entries(lengths, S, device), torch.full_like(positions, S))
-    for bound in [right] * (right >= 0) + [0] * is_causal:
-        end = torch.minimum(end, positions + bound + 1)
-    end = torch.maximum(end, first)
-    if mask is None:
-        return end - first
-    sees = mask if mask.dtype == torch.bool else mask > _HIDES
-    if sees.size(-1) != S:  # the mask has one column, for all keys
-        return (end - first) * sees[..., 0]
-    before = F.pad(sees.cumsum(-1), (1, 0))  # column j: how many of the first j keys it shows
-    rows: Any = torch.broadcast_shapes(before.shape[:-1], end.shape)  # type: ignore[no-untyped-call]
-    before = before.expand(*rows, -1)
-    until, until_first = (
-        before.gather(-1, x.expand(rows)[..., None])[..., 0] for x in (end, first)
-    )
-    return until - until_first
-
-
-def _of_entries(numbers: Tensor | None, default: int, device: torch.device) -> Tensor:
-    """Returns a 0-d tensor, or [B..., 1, 1], which broadcasts over heads and queries."""
-    if numbers is None:
-        return torch.tensor(default, device=device)
-    return numbers[..., None, None] if numbers.dim() else numbers.to(device)
+    """Returns how many keys each query sees: if all scores are 0, logsumexp is the logarithm."""
+    mask = attention.attn_mask
+    if mask is not None and not isinstance(mask, CausalBias) and mask.dtype != torch.bool:
+        mask = mask > _HIDES
+    query, key = (x.detach()[..., :0].double() for x in (attention.query, attention.key))
+    limits = {name: x for name, x in attention.options.items() if name in _LIMITS}
+    logsumexp = sdpa_stats(query, key, mask, attention.is_causal, **limits).logsumexp
+    return logsumexp.exp().round().long()
 
 
 def _of_sdpa(
