@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -67,6 +68,29 @@ def test_modules_of_functions_of_the_pair_import_in_one_direction() -> None:
         text = (package / f"{name}.py").read_text()
         assert set(re.findall(r"torch_attn\._programs\.(\w+) import", text)) <= set(order[:n]), name
         assert "TYPE_CHECKING" not in text
+
+
+def imported(file: Path, modules: set[str]) -> set[str]:
+    """Those of the modules that a file imports, also in functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (f"{node.module}.{name.name}" for name in node.names)
+            found |= {name if name in modules else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found & modules
+
+
+def test_no_circle_of_imports() -> None:
+    names = {
+        path: path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")
+    }
+    files = {".".join(x.parts).removesuffix(".__init__"): path for path, x in names.items()}
+    graph = {name: imported(path, {*files} - {name}) for name, path in files.items()}
+    assert "torch_attn.functional" in graph["torch_attn.varlen"]
+    list(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names those of a circle
+    assert len([*PACKAGE.glob("*.py")]) <= 20
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.glob("**/*.py")), ids=lambda path: path.name)

@@ -48,8 +48,8 @@ from _switch import (
     tokens,
 )
 from helpers import in_fresh_process
-from torch_attn import replace as switch
 from torch_attn import replace_sdpa, replacing_sdpa
+from torch_attn._replacement import switch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*attn was not called:UserWarning"),

@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_attn
 from _switch import assert_close, builtin, runs_attn
 from helpers import in_fresh_process, make_inputs
-from torch_attn import _replace_flex, replacing_flex, replacing_sdpa
+from torch_attn import replacing_flex, replacing_sdpa
+from torch_attn._replacement import flex as switch
 from torch_attn.flex import UnsupportedError
 
 pytestmark = [
@@ -236,7 +237,7 @@ def bessel(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def test_what_attn_refuses_goes_to_pytorch() -> None:
     expected = before(*inputs(), bessel)
-    _replace_flex._warned.clear()
+    switch._warned.clear()
     with replacing_flex() as handle:
         with pytest.warns(UserWarning, match=r"no special_bessel_j0 .*, line \d+: return torch\."):
             found = before(*inputs(), bessel)
@@ -379,15 +380,15 @@ def test_the_function_stays_what_it_is() -> None:
         assert copy.deepcopy(before) is before
         with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
             before(*inputs(), dropout_p=0.1)  # type: ignore[call-arg]
-        assert not runs_attn(_replace_flex.original, *inputs())
+        assert not runs_attn(switch.original, *inputs())
     assert before.__code__ is code
 
 
 @pytest.fixture
 def _forgotten() -> Iterator[None]:
-    _replace_flex._code.cache_clear()
+    switch._code.cache_clear()
     yield
-    _replace_flex._code.cache_clear()
+    switch._code.cache_clear()
 
 
 def test_code_that_replaces_the_function_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +416,7 @@ def test_a_release_that_the_switch_does_not_know(monkeypatch: pytest.MonkeyPatch
 
     wrapped = functools.wraps(before)(lambda *args, **kwargs: before(*args, **kwargs))
     for theirs, problem in ((more, "attn does not know: sinks"), (wrapped, "is wrapped")):
-        monkeypatch.setattr(_replace_flex, "_theirs", theirs)
+        monkeypatch.setattr(switch, "theirs", theirs)
         code = theirs.__code__
         for replace in (torch_attn.replace_flex, lambda: torch_attn.replace_sdpa(flex=True)):
             with pytest.raises(RuntimeError, match=rf"flex_attention of torch .*{problem}"):

@@ -26,6 +26,7 @@ import torch_attn
 from _accuracy import changed, differences, hold, over_neighbours
 from _memory import LargestAllocation
 from _models import Calls, InFloat64, assert_close_in_float64
+from torch_attn.integrations import _attention, _masks
 from torch_attn.integrations.transformers import calls, register
 
 ATTN = register()
@@ -532,7 +533,8 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sdpa = torch_attn.sdpa
         self.seen: list[tuple[Tensor, Tensor, dict[str, Any], Tensor]] = []
-        monkeypatch.setattr(torch_attn, "sdpa", self)
+        monkeypatch.setattr(_attention, "sdpa", self)
+        monkeypatch.setattr(_masks, "sdpa", self)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = self.sdpa(query, key, value, **options)

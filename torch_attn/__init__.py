@@ -27,7 +27,7 @@ from torch_attn._count import calls
 from torch_attn._inspection.result import Inspection, Layer
 from torch_attn._invariance import invariant
 from torch_attn._programs.program import Program, score_program
-from torch_attn._replace_flex import (
+from torch_attn._replacement.flex import (
     flex_is_replaced,
     replace_flex,
     replacing_flex,

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
-from torch_attn import replace
 from torch_attn._when_imported import when_imported
 
-__all__ = ["calls", "calls_of", "count", "counter"]
+__all__ = ["calls", "calls_of", "calls_of_built_in", "count", "counter", "jagged_calls"]
 
 _calls: collections.Counter[str] = collections.Counter()  # in this process
+# Of the built-in with jagged tensors, which the dispatcher does not count, because they intercept
+# calls before it: those that attn has answered, and those left to PyTorch.
+jagged_calls = {True: 0, False: 0}
 
 
 def count(way: str) -> None:
@@ -37,6 +39,17 @@ def counter(way: str) -> Callable[[], None]:
 
 def calls_of(way: str) -> int:
     return _calls[way]
+
+
+def calls_of_built_in() -> tuple[int, int]:
+    """The calls of the built-in that attn has answered in this process, and those left to it."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
+            "would stay what they are now; read them around it"
+        )
+    calls, passed_on = torch.ops.attn._replaced_calls()
+    return calls + jagged_calls[True], passed_on + jagged_calls[False]
 
 
 def calls() -> dict[str, int]:
@@ -64,4 +77,4 @@ def calls() -> dict[str, int]:
         1
     """
     ways = ("FlexAttention", "transformers", "diffusers", "MultiheadAttention")
-    return {"built-in": replace.answered(), **{way: _calls[way] for way in ways}}
+    return {"built-in": calls_of_built_in()[0], **{way: _calls[way] for way in ways}}

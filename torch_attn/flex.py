@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_attn._programs.errors import UnsupportedError
 from torch_attn._programs.program import MaskMod, Program, ScoreMod, remembered
+from torch_attn._replacement.of_torch import original
 from torch_attn.functional import _number, _refuse_others
 
 if TYPE_CHECKING:
@@ -155,8 +156,6 @@ def flex_attention(
         raise ValueError(f"{_NAME}: return_lse and return_aux are given; leave return_lse out")
     if query.is_cuda:
         from torch.nn.attention import flex_attention as of_torch
-
-        from torch_attn._replace_flex import original
 
         if callable(block_mask):
             block_mask = of_torch.create_block_mask(

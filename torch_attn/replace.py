@@ -2,24 +2,24 @@
 
 While the first switch is on, ``torch.ops.attn.sdpa`` computes every call of
 ``F.scaled_dot_product_attention`` in the process. The switch catches all callers, because it is in
-PyTorch's dispatcher (csrc/operators/replace.cpp and replace_varlen.cpp). This module counts the
-handles of the switch. It also discards the code that ``torch.compile`` keeps in memory, and marks
-the keys under which ``torch.compile`` stores code on disk. The second switch is for
-FlexAttention (_replace_flex.py).
+PyTorch's dispatcher (csrc/operators/replace.cpp and replace_varlen.cpp). This module discards the
+code that ``torch.compile`` keeps in memory, and marks the keys under which ``torch.compile`` stores
+code on disk. The second switch is for FlexAttention (_replacement/flex.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import threading
-import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from torch_attn._count import calls_of_built_in, jagged_calls
+from torch_attn._replacement.flex import FLEX
+from torch_attn._replacement.switch import Replacement, Switch, replacing, restore
 
 __all__ = [
     "Replacement",
@@ -29,104 +29,6 @@ __all__ = [
     "restore_sdpa",
     "sdpa_is_replaced",
 ]
-
-
-class Switch:
-    """A switch of this process, which is on while it has handles.
-
-    Attributes:
-        replaces: the function that the switch replaces.
-        hint: why programs may not call that function.
-    """
-
-    def __init__(self, replaces: str, hint: str = "") -> None:
-        self.replaces, self.hint = replaces, hint
-        self.times_on = 0
-        self.handles: set[Replacement] = set()
-
-    def counts(self) -> tuple[int, int]:
-        """The calls that attn has answered in this process, and those left to PyTorch."""
-        raise NotImplementedError
-
-    def add(self, change: int) -> int:
-        """Adds to the number of handles, and returns it."""
-        return self.times_on + change
-
-    def turn(self, on: bool) -> None:
-        """Turns the switch. The caller holds the lock."""
-
-    def turned(self) -> None:
-        """Runs after the switch was turned, without the lock."""
-
-
-class Replacement:
-    """A handle of a switch, which :func:`replace_sdpa` and :func:`replace_flex` return."""
-
-    def __init__(self, *switches: Switch) -> None:
-        self._at_start: dict[Switch, tuple[int, int]] = {}
-        self._at_end: dict[Switch, tuple[int, int]] = {}
-        try:
-            for switch in switches:
-                _turn(switch, self, on=True)
-        except BaseException:
-            self._take_back()
-            raise
-
-    def remove(self) -> None:
-        """Turns the switch off, unless another handle keeps it on. A second call does nothing.
-
-        If attn has answered no call since this handle was made, a warning names possible reasons.
-
-        Raises:
-            RuntimeError: as for :func:`replace_sdpa`.
-        """
-        if self._take_back():
-            _warn_if_not_called("Replacement.remove", self, stacklevel=3)
-
-    def _take_back(self) -> bool:
-        """Turns this handle off; returns whether it was on."""
-        was_on = [_turn(switch, self, on=False) for switch in self._at_start]
-        return any(was_on)
-
-    @property
-    def calls(self) -> int:
-        """The number of calls that attn answered instead of PyTorch while this handle was on.
-
-        The count covers the whole process. A call in a compiled function counts when the function
-        is compiled, not when it runs. A call of ``torch.nn.attention.varlen`` counts whenever it
-        runs.
-        """
-        return self._since(0)
-
-    @property
-    def passed_on(self) -> int:
-        """The number of calls that attn left to PyTorch.
-
-        It leaves calls because of the tensors' kind or device, and calls of FlexAttention also
-        because of what their functions compute.
-        """
-        return self._since(1)
-
-    def _since(self, which: int) -> int:
-        counts = {switch: self._at_end.get(switch) or switch.counts() for switch in self._at_start}
-        return sum(now[which] - self._at_start[switch][which] for switch, now in counts.items())
-
-    # Copying a model that holds the handle must not turn the switch on a second time.
-    def __copy__(self) -> Replacement:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Replacement:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "torch_attn: a Replacement is the switch of this process and cannot be pickled; call "
-            "replace_sdpa() or replace_flex() in the other process"
-        )
-
-    def __repr__(self) -> str:
-        state = "removed" if len(self._at_end) == len(self._at_start) else "on"
-        return f"<Replacement: {state}, calls={self.calls}, passed_on={self.passed_on}>"
 
 
 def replace_sdpa(flex: bool = False) -> Replacement:
@@ -170,7 +72,7 @@ def replace_sdpa(flex: bool = False) -> Replacement:
         1
         >>> handle.remove()
     """
-    return Replacement(_SDPA, *([_flex()] if flex else []))
+    return Replacement(_SDPA, *([FLEX] if flex else []))
 
 
 def sdpa_is_replaced() -> bool:
@@ -202,7 +104,7 @@ def restore_sdpa() -> None:
         >>> torch_attn.sdpa_is_replaced()
         False
     """
-    _restore(_SDPA, "restore_sdpa")
+    restore(_SDPA, "restore_sdpa")
 
 
 @contextlib.contextmanager
@@ -230,39 +132,8 @@ def replacing_sdpa(flex: bool = False) -> Iterator[Replacement]:
         >>> handle
         <Replacement: removed, calls=1, passed_on=0>
     """
-    with _replacing(replace_sdpa(flex), "replacing_sdpa") as handle:
+    with replacing(replace_sdpa(flex), "replacing_sdpa") as handle:
         yield handle
-
-
-@contextlib.contextmanager
-def _replacing(handle: Replacement, name: str) -> Iterator[Replacement]:
-    try:
-        yield handle
-    finally:
-        handle._take_back()
-    _warn_if_not_called(name, handle, stacklevel=6)  # skips frames of contextlib
-
-
-def _restore(switch: Switch, name: str) -> None:
-    for handle in list(switch.handles):
-        if _turn(switch, handle, on=False):
-            _warn_if_not_called(name, handle, stacklevel=4)
-
-
-def _warn_if_not_called(name: str, handle: Replacement, stacklevel: int) -> None:
-    if handle.calls > 0:
-        return
-    switches = list(handle._at_start)
-    why = f"nothing called {' or '.join(switch.replaces for switch in switches)} meanwhile"
-    why += "".join(f". {switch.hint}" for switch in switches if switch.hint)
-    if handle.passed_on:
-        why = (
-            f"{handle.passed_on} calls were left to PyTorch, for the kind of the tensors or "
-            "their device"
-        )
-        if switches != [_SDPA]:
-            why += ", or because attn cannot run their functions"
-    warnings.warn(f"{name}: attn was not called: {why}", stacklevel=stacklevel)
 
 
 def register_with_torch() -> None:
@@ -292,17 +163,6 @@ def mark_build() -> None:
     setting.default = ", ".join(filter(None, (setting.default, mark)))
 
 
-_lock = threading.Lock()
-# Forking waits for the lock, because a child that is forked while another thread holds the lock
-# would wait for it forever.
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
-
-
-_jagged_calls = {True: 0, False: 0}  # answered, and left to the built-in
-
-
 def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
     """Counts a call of the built-in with jagged tensors, and returns whether attn answers it.
 
@@ -311,25 +171,12 @@ def answers_jagged(query: torch.Tensor, fits: bool) -> bool:
     has_kernels = torch.ops.attn._has_kernels(query.device)
     floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     answered = fits and has_kernels and query.dtype in floats
-    _jagged_calls[answered] += 1
+    jagged_calls[answered] += 1
     return answered
 
 
-def answered() -> int:
-    """Returns how many calls attn has answered in place of the built-in in this process."""
-    return _SDPA.counts()[0]
-
-
 class _Sdpa(Switch):
-    def counts(self) -> tuple[int, int]:
-        if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(
-                "torch_attn: calls and passed_on cannot be read in a compiled function, where they "
-                "would stay what they are now; read them around it"
-            )
-        calls, passed_on = torch.ops.attn._replaced_calls()
-        return calls + _jagged_calls[True], passed_on + _jagged_calls[False]
-
+    counts = staticmethod(calls_of_built_in)
     add = staticmethod(torch.ops.attn._replace_sdpa)
 
     def turn(self, on: bool) -> None:
@@ -345,38 +192,6 @@ _SDPA = _Sdpa(
     "PyTorch's nn.TransformerEncoder and nn.MultiheadAttention do not in evaluation without "
     "gradients, nor with weights: torch_attn.convert(model) reaches them",
 )
-
-
-def _flex() -> Switch:
-    from torch_attn._replace_flex import FLEX
-
-    return FLEX
-
-
-def _turn(switch: Switch, handle: Replacement, on: bool) -> bool:
-    """Adds a handle to a switch, or takes it back; returns whether this changed anything."""
-    if torch.compiler.is_dynamo_compiling():  # true only if this thread traces
-        raise RuntimeError(
-            f"torch_attn: turning the switch of {switch.replaces} cannot be part of a compiled "
-            "function; turn it around the call"
-        )
-    with _lock:
-        if (handle in switch.handles) == on:
-            return False
-        number = switch.add(1 if on else -1)
-        turns = number == int(on)
-        if turns:
-            switch.turn(on)
-        switch.times_on = number
-        if on:
-            handle._at_start[switch] = switch.counts()
-            switch.handles.add(handle)
-        else:
-            handle._at_end[switch] = switch.counts()
-            switch.handles.discard(handle)
-    if turns:
-        switch.turned()
-    return True
 
 
 _mark_before: Any = None

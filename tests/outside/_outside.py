@@ -146,7 +146,7 @@ def plant(fault: str | None) -> None:
 
     torch_attn.flex_attention = of_wrong_sign
     if HAS_SWITCH:
-        sys.modules["torch_attn._replace_flex"].flex_attention = of_wrong_sign
+        sys.modules["torch_attn._replacement.flex"].flex_attention = of_wrong_sign
 
 
 def versions(**others: str) -> list[str]:

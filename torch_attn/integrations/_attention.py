@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-import torch_attn
 from torch_attn._count import counter
 from torch_attn._import import import_of, install
 from torch_attn._programs.program import ScoreMod
 from torch_attn.flex import attend, is_block_mask
+from torch_attn.functional import sdpa, sdpa_with_weights
 from torch_attn.integrations._masks import (
     Pattern,
     attend_padded,
@@ -243,9 +243,9 @@ def attention_forward(
     options["attn_mask"] = with_bias(options["attn_mask"], position_bias)
     weights = None
     if output_attentions:
-        output, weights, _ = torch_attn.sdpa_with_weights(query, key, value, **options)
+        output, weights, _ = sdpa_with_weights(query, key, value, **options)
     else:
-        output = torch_attn.sdpa(query, key, value, **options)
+        output = sdpa(query, key, value, **options)
     # The output has the strides of the query. In most models the query is a view of [B, L, H, E],
     # so nothing is copied here. Whisper and models that rotate a part of the query (GPT-NeoX, Phi)
     # make the query contiguous, so the output is copied.

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-import torch_attn
 from torch_attn.distributed import _context as context
+from torch_attn.functional import sdpa
 from torch_attn.varlen import PackedSequences
 
 
@@ -243,7 +243,7 @@ def attend_padded(
     size = (cu_seq.numel() - 1, longest)
     padded = x.new_zeros(3, size[0] * size[1], *x.shape[2:]).index_copy(1, place, x)
     q, k, v = torch.unflatten(padded, 1, size).transpose(2, 3)
-    output = torch_attn.sdpa(q, k, v, attn_mask, key_lengths=cu_seq.diff(), **options)
+    output = sdpa(q, k, v, attn_mask, key_lengths=cu_seq.diff(), **options)
     return output.transpose(1, 2).flatten(0, 1).index_select(0, place)[None]
 
 

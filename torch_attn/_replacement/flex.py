@@ -17,13 +17,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch.nn.attention import flex_attention as of_torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_attn._count import calls_of, counter
 from torch_attn._programs.errors import UnsupportedError
+from torch_attn._replacement.of_torch import original, theirs
+from torch_attn._replacement.switch import Replacement, Switch, replacing, restore
 from torch_attn.flex import flex_attention
-from torch_attn.replace import Replacement, Switch, _replacing, _restore
 
 __all__ = ["flex_is_replaced", "replace_flex", "replacing_flex", "restore_flex"]
 
@@ -85,7 +85,7 @@ def replacing_flex() -> Iterator[Replacement]:
         >>> handle
         <Replacement: removed, calls=1, passed_on=0>
     """
-    with _replacing(replace_flex(), "replacing_flex") as handle:
+    with replacing(replace_flex(), "replacing_flex") as handle:
         yield handle
 
 
@@ -105,7 +105,7 @@ def restore_flex() -> None:
         >>> torch_attn.flex_is_replaced()
         False
     """
-    _restore(FLEX, "restore_flex")
+    restore(FLEX, "restore_flex")
 
 
 def flex_is_replaced() -> bool:
@@ -122,42 +122,28 @@ _count, _count_passed_on = counter("FlexAttention"), counter("FlexAttention, lef
 
 
 class _Flex(Switch):
+    has_functions = True
+
     def counts(self) -> tuple[int, int]:
         return calls_of("FlexAttention"), calls_of("FlexAttention, left to PyTorch")
 
     def turn(self, on: bool) -> None:
-        _theirs.__code__ = _code() if on else original.__code__
+        theirs.__code__ = _code() if on else original.__code__
 
 
 FLEX = _Flex("torch.nn.attention.flex_attention.flex_attention")
-
-
-def _copy(function: Any) -> Any:
-    """Returns a function with the same code, which the switch does not change."""
-    if type(function) is not FunctionType or function.__closure__:
-        return function
-    own = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
-# PyTorch's function, and a copy of it. This module is imported before the switch is first on.
-_theirs: Any = of_torch.flex_attention
-original = _copy(_theirs)
 
 
 @functools.cache
 def _code() -> CodeType:
     """The code that calls _answer() with all arguments of PyTorch's function, by their names."""
     ours = inspect.signature(flex_attention).parameters
-    if type(_theirs) is not FunctionType or _theirs.__closure__ or hasattr(_theirs, "__wrapped__"):
+    if type(theirs) is not FunctionType or theirs.__closure__ or hasattr(theirs, "__wrapped__"):
         problem = "is wrapped by another function"
-    elif unknown := [name for name in inspect.signature(_theirs).parameters if name not in ours]:
+    elif unknown := [name for name in inspect.signature(theirs).parameters if name not in ours]:
         problem = f"has arguments that attn does not know: {', '.join(unknown)}"
     else:
-        parameters = inspect.signature(_theirs).parameters.values()
+        parameters = inspect.signature(theirs).parameters.values()
         given = [inspect.Parameter(p.name, p.kind) for p in parameters]
         names = ", ".join(f"{p.name}={p.name}" for p in given)
         text = f"def flex_attention{inspect.Signature(given)}:\n"

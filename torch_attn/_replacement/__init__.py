@@ -1,0 +1,1 @@
+"""Switches that replace PyTorch's functions: what they share, and the one of FlexAttention."""
