@@ -27,7 +27,6 @@ from torch_attn import reference
 from torch_attn.integrations.diffusers import (
     _TABLES,
     attention_forward,
-    calls,
     register,
     unregister,
 )
@@ -186,12 +185,17 @@ def _in_float64() -> Iterator[None]:
 def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Calls, int]:
     """Output, gradients of all parameters, and operators and calls of a forward and a backward."""
     model.zero_grad()
-    before = calls()
+    before = torch_attn.calls()["diffusers"]
     with Calls() as operators:
         output = model(**inputs, return_dict=False)[0]
         output.square().sum().backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return output.detach(), torch.cat(gradients), operators, calls() - before
+    return (
+        output.detach(),
+        torch.cat(gradients),
+        operators,
+        torch_attn.calls()["diffusers"] - before,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -212,11 +216,11 @@ def test_outputs_and_gradients_are_those_of_the_native_backend(name: str) -> Non
 
 def test_the_context_manager() -> None:
     model, inputs, attends, _ = flux()
-    before = calls()
+    before = torch_attn.calls()["diffusers"]
     with diffusers.attention_backend(ATTN):
         model(**inputs)
     model(**inputs)
-    assert calls() - before == attends
+    assert torch_attn.calls()["diffusers"] - before == attends
 
 
 @pytest.mark.parametrize("name", ["native", "flex"])
@@ -230,14 +234,14 @@ def test_in_place_of_diffusers_own(monkeypatch: pytest.MonkeyPatch, name: str) -
     assert list(dispatch.AttentionBackendName) == names
     model, inputs, attends, _ = flux()
     model.set_attention_backend(name)
-    before = calls()
+    before = torch_attn.calls()["diffusers"]
     model(**inputs, return_dict=False)[0].sum().backward()
-    assert calls() - before == attends
+    assert torch_attn.calls()["diffusers"] - before == attends
     unregister(name)
     assert tables == {table: getattr(registry, table) for table in _TABLES}
     with torch.no_grad():
         model(**inputs)
-    assert calls() - before == attends
+    assert torch_attn.calls()["diffusers"] - before == attends
 
 
 @pytest.mark.parametrize("name", ["attn", "native", "of nothing"])
@@ -271,10 +275,10 @@ def test_compiles_as_one_graph() -> None:
     model.set_attention_backend(ATTN)
     expected = model(**inputs, return_dict=False)[0]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    before = calls()
+    before = torch_attn.calls()["diffusers"]
     for _ in range(2):
         actual = compiled(**inputs, return_dict=False)[0]
-    assert calls() - before == attends
+    assert torch_attn.calls()["diffusers"] - before == attends
     torch.testing.assert_close(actual, expected)
     torch.compiler.reset()
 

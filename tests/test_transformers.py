@@ -24,7 +24,7 @@ import torch_attn
 from _models import Calls
 from torch_attn import reference
 from torch_attn.integrations._masks import Pattern
-from torch_attn.integrations.transformers import attention_forward, calls, register, unregister
+from torch_attn.integrations.transformers import attention_forward, register, unregister
 
 ATTN = register()
 LAYERS = 2
@@ -112,13 +112,15 @@ def test_outputs_and_gradients_are_those_of_eager(name: str, side: str) -> None:
     results = []
     direction = torch.randn(build(name)[0].config.hidden_size)
     for model in build(name):
-        before = calls()
+        before = torch_attn.calls()["transformers"]
         with Calls() as operators:
             hidden = model(**inputs).last_hidden_state
             # Rows of padding mean nothing and differ: eager averages there, attn gives 0.
             (hidden * real[..., None]).mul(direction).sum().backward()
         grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        results.append((hidden, torch.cat(grads), operators, calls() - before))
+        results.append(
+            (hidden, torch.cat(grads), operators, torch_attn.calls()["transformers"] - before)
+        )
     (eager, eager_grads, eager_calls, eager_counted) = results[0]
     (ours, our_grads, our_calls, counted) = results[1]
 
@@ -194,12 +196,16 @@ def test_register_in_place_of_transformers_own(
     assert (operators.forward, operators.builtin) == (1, 0)
     unregister(name)
     assert [dict(interface) for interface in interfaces] == before
-    answered = calls()
+    answered = torch_attn.calls()["transformers"]
     # PyTorch's FlexAttention cannot run in the mode that counts operators.
     operators = Calls()
     with contextlib.nullcontext() if name == "flex_attention" else operators, torch.no_grad():
         model(input_ids=torch.tensor([[1, 2, 3]]))
-    assert (calls() - answered, operators.forward, operators.builtin) == (0, 0, builtin)
+    assert (
+        torch_attn.calls()["transformers"] - answered,
+        operators.forward,
+        operators.builtin,
+    ) == (0, 0, builtin)
 
 
 def block_mask(side: str, name: str) -> Any:
@@ -306,9 +312,9 @@ def test_models_that_never_call(name: str) -> None:
     ours.load_state_dict(eager.state_dict())
     for side in ("none", "right"):
         inputs, real = batch(side, name)
-        before = calls()
+        before = torch_attn.calls()["transformers"]
         actual, expected = (model(**inputs)[0][real] for model in (ours, eager))
-        assert calls() == before
+        assert torch_attn.calls()["transformers"] == before
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert name in register.__doc__
 
@@ -327,11 +333,11 @@ def test_calls_of_a_compiled_model() -> None:
     counter = CompileCounter()
     compiled = torch.compile(ours, fullgraph=True, backend=counter)
     inputs, _ = batch("right", "bert")
-    before = calls()
+    before = torch_attn.calls()["transformers"]
     with torch.no_grad():
         for _ in range(3):
             compiled(**inputs)
-    assert (calls() - before, counter.frame_count) == (LAYERS, 1)
+    assert (torch_attn.calls()["transformers"] - before, counter.frame_count) == (LAYERS, 1)
     torch.compiler.reset()
 
 

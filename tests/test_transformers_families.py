@@ -27,7 +27,7 @@ from _accuracy import changed, differences, hold, over_neighbours
 from _memory import LargestAllocation
 from _models import Calls, InFloat64, assert_close_in_float64
 from torch_attn.integrations import _attention, _masks
-from torch_attn.integrations.transformers import calls, register
+from torch_attn.integrations.transformers import register
 
 ATTN = register()
 LAYERS = 2
@@ -298,7 +298,7 @@ def batch(name: str, side: str) -> tuple[dict[str, Tensor], Tensor]:
 
 def step(model: nn.Module, inputs: dict[str, Tensor], real: Tensor) -> dict[str, Any]:
     """A forward and a backward pass: rows of the output that are real, gradients, calls."""
-    before = calls()
+    before = torch_attn.calls()["transformers"]
     with Calls() as operators:
         output = model(**inputs)[0]
         rows = output[real] if real.dim() else output
@@ -310,7 +310,7 @@ def step(model: nn.Module, inputs: dict[str, Tensor], real: Tensor) -> dict[str,
         "rows": rows.detach(),
         "gradients": torch.cat(gradients),
         "operators": operators,
-        "calls": calls() - before,
+        "calls": torch_attn.calls()["transformers"] - before,
     }
 
 
@@ -403,14 +403,18 @@ def test_generation(name: str, how: str) -> None:
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     generated = []
     for model in build(name):
-        before = calls()
+        before = torch_attn.calls()["transformers"]
         with Calls() as operators:
             # Whisper's own method is for recordings, and calls this one
             generate = transformers.GenerationMixin.generate
             generated.append(generate(model, **inputs, **options, **GENERATION[how]))
     decodes = FAMILIES[name].attends - LAYERS if name in ENCODER_DECODERS else LAYERS
     encodes = FAMILIES[name].attends - decodes
-    assert calls() - before == operators.forward == encodes + tokens * decodes
+    assert (
+        torch_attn.calls()["transformers"] - before
+        == operators.forward
+        == encodes + tokens * decodes
+    )
     assert operators.builtin == 0
     assert torch.equal(*generated)
 

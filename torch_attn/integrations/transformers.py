@@ -10,7 +10,7 @@ An implementation is two functions under one name: one attends, the other prepar
 transformers would silently pass no mask at all.
 
 Not every model asks for an implementation by its name. :func:`register` says which models do, and
-:func:`calls` counts the calls of these models.
+:func:`torch_attn.calls` counts the calls of these models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import torch_attn
 from torch_attn._import import import_of
 from torch_attn.integrations._attention import attention_forward, interfaces, register_function
 from torch_attn.integrations._unpad import Unpadded
@@ -28,7 +27,7 @@ from torch_attn.integrations._unpad import Unpadded
 if TYPE_CHECKING:
     from torch_attn.integrations._cache import EightBitCache
 
-__all__ = ["attention_forward", "calls", "eight_bit_cache", "register", "unpad", "unregister"]
+__all__ = ["attention_forward", "eight_bit_cache", "register", "unpad", "unregister"]
 
 # The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
@@ -67,7 +66,8 @@ def register(name: str = "attn") -> str:
     - Some models accept any `attn_implementation` and keep their own attention. In transformers
       5.23 these are about 80 families of 520, among them BigBird, BLIP, BLOOM, DeBERTa, Longformer,
       MPNet, MPT, RoFormer, Swin v2, WavLM, XGLM and XLNet. For these models the number of
-      :func:`calls` does not grow, and `model.set_attn_implementation(name)` logs a warning.
+      :func:`torch_attn.calls` does not grow, and `model.set_attn_implementation(name)` logs a
+      warning.
     - Other models look up the implementation in a table of their own, and raise KeyError: 'attn' if
       they are made with `attn_implementation="attn"`. Make these models without that argument:
       Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until
@@ -172,12 +172,3 @@ def unpad(model: nn.Module) -> Unpadded:
             its last layer, or a backward with checkpointing runs after `unpad` has ended.
     """
     return Unpadded(model)
-
-
-def calls() -> int:
-    """``torch_attn.calls()["transformers"]``, a number that grows when a model uses `attn`.
-
-    The layers of a compiled model (`torch.compile`, `torch.export`) are counted when the model is
-    compiled, but not when it runs.
-    """
-    return torch_attn.calls()["transformers"]
