@@ -104,3 +104,17 @@ def test_functions_of_the_package_are_short(file: Path) -> None:
                 0 if docstring is None else len(range(docstring.lineno, docstring.end_lineno or 0))
             )
             assert len(lines) - own < 75, node.name
+
+
+def test_functions_of_the_operators_are_short() -> None:
+    """A function, or a member, begins and ends at the same indentation: clang-format sees to it."""
+    begin = re.compile(r"( {0,2})(?! |namespace|struct|class|enum|public|private).*(?<!= )\{")
+    lengths = {}
+    for file in sorted((CSRC / "operators").rglob("*.*")):
+        lines = file.read_text().splitlines()
+        for i, line in enumerate(lines):
+            if found := begin.fullmatch(line):
+                end = next(j for j in range(i, len(lines)) if lines[j].startswith(f"{found[1]}}}"))
+                lengths[file.name, line] = end - i + 1
+    assert len(lengths) > 300
+    assert {name: n for name, n in lengths.items() if n > 75} == {}

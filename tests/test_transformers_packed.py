@@ -23,7 +23,7 @@ from _memory import largest_block
 from _models import Calls, InFloat64, assert_close_in_float64
 from torch_attn import reference, varlen
 from torch_attn.integrations._masks import Pattern, _packed
-from torch_attn.integrations.transformers import attention_forward, calls, register
+from torch_attn.integrations.transformers import attention_forward, register
 from torch_attn.varlen import PackedSequences
 
 ATTN = register()
@@ -101,11 +101,11 @@ def test_a_packed_batch_trains_as_its_texts_alone(name: str, told: str) -> None:
     with InFloat64():
         eager = build(name, torch.float64)
         ours = with_attn(eager)
-        before = calls()
+        before = torch_attn.calls()["transformers"]
         with Calls() as operators:
             loss = ours(**packed(**TOLD[told])).loss
             loss.backward()
-        assert calls() - before == LAYERS
+        assert torch_attn.calls()["transformers"] - before == LAYERS
         assert operators.forward == LAYERS  # of all texts at once
         for text in texts():
             tokens = torch.tensor([text])
@@ -279,9 +279,9 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return varlen_attn(*args, **kwargs)
 
     monkeypatch.setattr(varlen, "varlen_attn", spy)
-    before = calls()
+    before = torch_attn.calls()["transformers"]
     actual = generate(ours, prompts)
-    assert calls() - before == len(seen) > 0
+    assert torch_attn.calls()["transformers"] - before == len(seen) > 0
     assert actual == [tokens.tolist() for tokens in expected]
     assert ours.config._attn_implementation == ATTN
     assert all(kwargs.get("attn_mask") is None for _, kwargs in seen)
@@ -293,9 +293,9 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_continuous_batching_with_other_names() -> None:
     """Names that transformers knows stay as they are; unknown names stay errors."""
     model = build("Llama", torch.float32)
-    before = calls()
+    before = torch_attn.calls()["transformers"]
     generate(model, texts(PROMPTS), new=2)
-    assert calls() == before
+    assert torch_attn.calls()["transformers"] == before
     transformers.AttentionInterface.register("of another program", lambda *args, **kwargs: None)
     model.set_attn_implementation("of another program")
     with pytest.raises(ValueError, match="not supported for continuous batching"):

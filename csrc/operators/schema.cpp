@@ -59,50 +59,55 @@ std::string of_inputs(const char* type, const char* prefix = nullptr) {
   return text;
 }
 
-}  // namespace
+using Tags = std::vector<at::Tag>;
+const Tags kPlain = {at::Tag::pt2_compliant_tag};
+const Tags kRandom = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
+const std::string kRows = "Tensor logsumexp, Tensor max_score";
 
-TORCH_LIBRARY(attn, m) {
-  const std::vector<at::Tag> plain = {at::Tag::pt2_compliant_tag};
-  const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded};
-  const auto define = [&](const std::string& text, const std::vector<at::Tag>& tags) {
-    c10::FunctionSchema schema = torch::schema(text.c_str());
-    std::vector<c10::Argument> arguments = schema.arguments();
-    for (c10::Argument& a : arguments)  // torch parses no default of a list of tensors
-      if (a.name() == "tables")
-        a = c10::Argument(a.name(), a.type(), a.N(), to_passed(OptionalTensors()), a.kwarg_only());
-    schema = schema.cloneWithArguments(std::move(arguments));
-    schema.setAliasAnalysis(c10::AliasAnalysisKind::FROM_SCHEMA);
-    m.def(std::move(schema), tags);
-  };
-  const std::string call = arguments<All>(), plain_call = arguments<WithoutProgram>(), unpacked = arguments<Unpacked>();
-  const std::string rows = "Tensor logsumexp, Tensor max_score";
+void define(torch::Library& m, const std::string& text, const Tags& tags) {
+  c10::FunctionSchema schema = torch::schema(text.c_str());
+  std::vector<c10::Argument> arguments = schema.arguments();
+  for (c10::Argument& a : arguments)  // torch parses no default of a list of tensors
+    if (a.name() == "tables")
+      a = c10::Argument(a.name(), a.type(), a.N(), to_passed(OptionalTensors()), a.kwarg_only());
+  schema = schema.cloneWithArguments(std::move(arguments));
+  schema.setAliasAnalysis(c10::AliasAnalysisKind::FROM_SCHEMA);
+  m.def(std::move(schema), tags);
+}
 
+void define_for_users(torch::Library& m) {
   // Operators for users. sdpa has exactly the schema of the built-in. attention has more options (functional.py), and
   // also returns the logsumexp and the largest score of every row, [*, H, L], float32 (float64 for float64). Without
   // with_rows these two are empty, [0].
-  define("sdpa(" + arguments<Builtin>() + ") -> Tensor", random);
+  define(m, "sdpa(" + arguments<Builtin>() + ") -> Tensor", kRandom);
   // With cu_seq_q, sequences of different lengths are packed one after the other, in tensors [heads, T, E] (call.h).
   // varlen_attention takes tensors [T, heads, E]. It has the arguments of torch.nn.attention.varlen.varlen_attn and
   // more arguments.
-  define("attention(" + plain_call + ") -> (Tensor output, " + rows + ")", random);
-  define("varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
-             arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + rows + ")",
-         random);
+  define(m, "attention(" + arguments<WithoutProgram>() + ") -> (Tensor output, " + kRows + ")", kRandom);
+  define(m,
+         "varlen_attention(" + arguments<FirstOfVarlen>("", &About::name_in_varlen, /*with_defaults=*/false) + ", " +
+             arguments<RestOfVarlen>("attn_mask", &About::name_in_varlen) + ") -> (Tensor output, " + kRows + ")",
+         kRandom);
   // Attention with a score_mod, a mask_mod or both, given as strings (programs/text.h). "table 5" in a string is
   // tables[5].
-  define("flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + rows + ")", random);
+  define(m, "flex_attention(" + arguments<Flex>() + ") -> (Tensor output, " + kRows + ")", kRandom);
   // Attention that also returns its matrices of weights and scores (weights.cpp).
-  define("sdpa_with_weights(" + unpacked + ") -> (Tensor output, Tensor weights, Tensor scores)", random);
+  define(m, "sdpa_with_weights(" + arguments<Unpacked>() + ") -> (Tensor output, Tensor weights, Tensor scores)",
+         kRandom);
 
   // Statistics of every row of scores x_j, scaled and masked, each [*, H, L]: largest_score = max_j x_j, logsumexp =
   // log sum_j exp(x_j), and entropy = -sum_j p_j log p_j with the weights p_j = exp(x_j - logsumexp). received_weight,
   // [*, H, S], is the sum of p_j over the rows, for every head of the query and every key j. Results are float32
   // (float64 for float64). The call takes O(L + S) memory (core/statistics.h). The results have no derivatives, and
   // asking for one raises an error.
-  define("sdpa_stats(" + arguments<Scores>() +
+  define(m,
+         "sdpa_stats(" + arguments<Scores>() +
              ") -> (Tensor largest_score, Tensor entropy, Tensor logsumexp, Tensor received_weight)",
-         plain);
+         kPlain);
+}
 
+void define_derivatives(torch::Library& m) {
+  const std::string call = arguments<All>();
   // The next four operators compute the forward and its first and second derivatives. In their comments, x stands for
   // the arguments that may have derivatives, in the order of a call. O(x) stands for the output and the rows'
   // logsumexp, and J for the Jacobian of O.
@@ -119,33 +124,39 @@ TORCH_LIBRARY(attn, m) {
   const std::string directions = of_inputs("Tensor?", "tangent_");
   const std::string tangents = "Tensor tangent_output, Tensor tangent_logsumexp, Tensor tangent_residual";
   const std::string wanted = c10::str("bool[", std::tuple_size_v<Wanted>, "] grad_input_mask");
-  define("_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" + saved +
+  define(m,
+         "_sdpa_forward(" + call + ", Tensor? rng_state=None, bool exact_residual=False) -> (" + saved +
              ", Tensor row_logsumexp, Tensor max_score)",
-         random);
+         kRandom);
   // J'u for u = (grad_output, grad_logsumexp). A gradient is undefined, or of a table empty, [0], if grad_input_mask
   // does not ask for it.
-  define("_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
-         plain);
+  define(m,
+         "_sdpa_backward(" + grads + ", " + saved + ", " + call + ", " + wanted + ") -> (" + of_inputs("Tensor") + ")",
+         kPlain);
   // J t for a direction t. tangent_tables ends with one more element, None (operator.h). tangent_residual is the exact
   // tangent of the output minus tangent_output, which is rounded. tangent_logsumexp has two numbers per row, [*, H, L,
   // 2]. Their sum is the derivative of the row's logsumexp along t.
-  define("_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", plain);
+  define(m, "_sdpa_tangent(" + saved + ", " + directions + ", " + call + ") -> (" + tangents + ")", kPlain);
   // H(u; x; t) = grad_x <u, J(x) t>, given the results of _sdpa_tangent. Double backward is (J t, H), forward over
   // reverse is J'du + H, and reverse over forward is (J'u, H). The Hessian is symmetric, so the same H serves all
   // three.
-  define("_sdpa_second(" + grads + ", " + saved + ", " + directions + ", " + tangents + ", " + call + ", " + wanted +
+  define(m,
+         "_sdpa_second(" + grads + ", " + saved + ", " + directions + ", " + tangents + ", " + call + ", " + wanted +
              ") -> (" + of_inputs("Tensor") + ")",
-         plain);
+         kPlain);
 
   // The first of these two operators converts the forward's pair to the logsumexp, float64 [*, H, L]. The second
   // converts a logsumexp back to a pair. Both serve to merge calls over different keys. The meaning of the pair depends
   // on the call.
-  define("_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", plain);
-  define("_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", plain);
+  define(m, "_logsumexp_of_pair(Tensor pair, " + call + ") -> Tensor", kPlain);
+  define(m, "_pair_of_logsumexp(Tensor logsumexp, Tensor reference, " + call + ") -> Tensor", kPlain);
 
   // Like sdpa_with_weights, without scores. If `mean`, the weights are averaged over the heads, [*, L, S].
-  define("_sdpa_and_weights(" + unpacked + ", bool mean=False) -> (Tensor output, Tensor weights)", random);
+  define(m, "_sdpa_and_weights(" + arguments<Unpacked>() + ", bool mean=False) -> (Tensor output, Tensor weights)",
+         kRandom);
+}
 
+void define_settings(torch::Library& m) {
   // The instruction set that the CPU kernels run with; see cpu/capability.h.
   m.def("_cpu_capability() -> str");
   m.def("_cpu_capabilities() -> str[]");
@@ -159,7 +170,7 @@ TORCH_LIBRARY(attn, m) {
 
   // sdpa and attention call this operator while calls are spread over several processes (switches.h). Python implements
   // it, and returns only the output.
-  define("_attend_over_processes(" + plain_call + ") -> (Tensor output, " + rows + ")", {});
+  define(m, "_attend_over_processes(" + arguments<WithoutProgram>() + ") -> (Tensor output, " + kRows + ")", {});
   // Changes a switch (switches.h), which keeps the sum of all its changes. Adds `change` to the sum, and returns the
   // sum. While the sum is positive, calls are spread over several processes, and operators other than sdpa and
   // attention raise an error.
@@ -175,6 +186,14 @@ TORCH_LIBRARY(attn, m) {
   m.def("_has_kernels(Device device) -> bool");
   // How many calls sdpa has answered while the switch was on, and how many it has left to the built-in.
   m.def("_replaced_calls() -> (int, int)");
+}
+
+}  // namespace
+
+TORCH_LIBRARY(attn, m) {
+  define_for_users(m);
+  define_derivatives(m);
+  define_settings(m);
 }
 
 }  // namespace attn

@@ -66,59 +66,44 @@ struct Backward {
     T* score_query_t;  // [slots of E][kRowTile]
   };
   struct Buffers {
-    RowState* states;
-    T* key;         // [kKeyTile][slots of E]
-    T* key_finite;  // [slots of kKeyTile][E], for dQ^T, with 0 for NaNs, because a masked key's NaN times dS = 0 is NaN
-    T* value;       // [kKeyTile][slots of Ev]
-    T* lanes;       // [kKeyTile][slots of kRowTile]: P * Z or dS, for dV and dK
-    T* weights;     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, if the format cannot keep it in dx
-    T* x;           // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
-    T* dx;          // [kKeyTile][kRowTile]: dP, then dS
-    T* bias;
-    T* factor;
-    T* kept;            // as x, for a soft cap or a score_mod: see scores()
-    T* tz;              // as kept, for kSecond: see tangent_scores()
-    T* grad_key;        // [keys of a task][E]
-    T* grad_value;      // [keys of a task][Ev]
-    T* grad_key_terms;  // [keys of a task][columns]
-    T* pair_terms;      // as x: the gradients of the pair terms
-    // for kSecond
-    T *tangent_key, *tangent_key_finite, *tangent_value;
-    T* tx;   // [kKeyTile][kRowTile]
-    T* tdx;  // [kKeyTile][kRowTile]: t(dP), then t(dS)
-    // for kRoundsScores
-    T* score_key;  // [kKeyTile][slots of E]
-    int64_t ld_key, ld_value, ld_score_key;
+    const Params& params;
+    Arena arena;
+    int64_t row_tiles, accumulated_keys, tile = kKeyTile * kRowTile;
+    int64_t ld_key = row_of<F>(params.head_dim), ld_value = row_of<F>(params.value_dim);
+    int64_t ld_score_key = row_of<S>(params.head_dim);
+    RowState* states = arena.take<RowState>(row_tiles);
+    T* key = arena.take<T>(kKeyTile * ld_key);  // [kKeyTile][slots of E]
+    // [slots of kKeyTile][E], for dQ^T, with 0 for NaNs, because a masked key's NaN times dS = 0 is NaN
+    T* key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
+    T* value = arena.take<T>(kKeyTile * ld_value);  // [kKeyTile][slots of Ev]
+    // [kKeyTile][slots of kRowTile]: P * Z or dS, for dV and dK
+    T* lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
+    // [slots of kKeyTile][kRowTile]: dS, for dQ^T, if the format cannot keep it in dx
+    T* weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
+    T* x = arena.take<T>(tile);   // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
+    T* dx = arena.take<T>(tile);  // [kKeyTile][kRowTile]: dP, then dS
+    T* bias = arena.take<T>(room_of_tile<T>(params));
+    T* factor = arena.take<T>(params.has_dropout ? tile : 0);
+    // As x, for a soft cap or a score_mod: see scores(); tz for kSecond: see tangent_scores().
+    T* kept = keeps_scores(params) ? arena.take<T>(tile) : nullptr;
+    T* tz = kSecond && keeps_scores(params) ? arena.take<T>(tile) : nullptr;
+    // [keys of a task] by E, Ev and columns.
+    T* grad_key = arena.take<T>(params.grad_key.data ? accumulated_keys * ld_key : 0);
+    T* grad_value = arena.take<T>(params.grad_value.data ? accumulated_keys * ld_value : 0);
+    T* grad_key_terms =
+        arena.take<T>(gradients_of_terms(params).keys ? accumulated_keys * columns_of(params, Leaf::key_term) : 0);
+    // As x: the gradients of the pair terms.
+    T* pair_terms = arena.take<T>(params.program && params.grad_mask.data ? tile : 0);
+    T* tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+    T* tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
+    T* tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
+    T* tx = arena.take<T>(kSecond ? tile : 0);   // [kKeyTile][kRowTile]
+    T* tdx = arena.take<T>(kSecond ? tile : 0);  // [kKeyTile][kRowTile]: t(dP), then t(dS)
+    T* score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);  // [kKeyTile][slots of E]
     int64_t size;
 
-    Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys) {
-      Arena arena(base);
-      const int64_t tile = kKeyTile * kRowTile;
-      ld_key = row_of<F>(p.head_dim);
-      ld_value = row_of<F>(p.value_dim);
-      ld_score_key = row_of<S>(p.head_dim);
-      states = arena.take<RowState>(row_tiles);
-      key = arena.take<T>(kKeyTile * ld_key);
-      key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
-      value = arena.take<T>(kKeyTile * ld_value);
-      lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
-      weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
-      x = arena.take<T>(tile);
-      dx = arena.take<T>(tile);
-      bias = arena.take<T>(room_of_tile<T>(p));
-      factor = arena.take<T>(p.has_dropout ? tile : 0);
-      kept = keeps_scores(p) ? arena.take<T>(tile) : nullptr;
-      tz = kSecond && keeps_scores(p) ? arena.take<T>(tile) : nullptr;
-      grad_key = arena.take<T>(p.grad_key.data ? accumulated_keys * ld_key : 0);
-      grad_value = arena.take<T>(p.grad_value.data ? accumulated_keys * ld_value : 0);
-      grad_key_terms = arena.take<T>(gradients_of_terms(p).keys ? accumulated_keys * columns_of(p, Leaf::key_term) : 0);
-      pair_terms = arena.take<T>(p.program && p.grad_mask.data ? tile : 0);
-      tangent_key = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
-      tangent_key_finite = arena.take<T>(kSecond ? kKeyTile * ld_key : 0);
-      tangent_value = arena.take<T>(kSecond ? kKeyTile * ld_value : 0);
-      tx = arena.take<T>(kSecond ? tile : 0);
-      tdx = arena.take<T>(kSecond ? tile : 0);
-      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
+    Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys)
+        : params(p), arena(base), row_tiles(row_tiles), accumulated_keys(accumulated_keys) {
       arena.take_for_each(states, row_tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);

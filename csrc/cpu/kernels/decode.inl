@@ -32,26 +32,22 @@ struct Decode {
   static constexpr int vectors_for(int R) { return smaller(8, kRegisters / 4 / R * 2); }
 
   struct Buffers {
-    Few* few;
-    T* output;       // [kRows][Ev]
-    T* value;        // [kKeyTile][Ev], for rows that cannot be read as they lie
-    T* x;            // [kRows][kKeyTile]: scores, then weights
-    T* factor;       // [kKeyTile][kRowTile]
-    T* value_scale;  // [kKeyTile]
-    int64_t ld_value;
-    int64_t size;
+    const ForwardParams& params;
+    Arena arena;
+    int64_t ld_value = round_up(params.value_dim, W);
+    Few* few = take_few();
+    T* output = arena.take<T>(kRows * ld_value);    // [kRows][Ev]
+    T* value = arena.take<T>(kKeyTile * ld_value);  // [kKeyTile][Ev], for rows that cannot be read as they lie
+    T* x = arena.take<T>(kRows * kKeyTile);         // [kRows][kKeyTile]: scores, then weights
+    T* factor = arena.take<T>(params.has_dropout ? kKeyTile * kRowTile : 0);  // [kKeyTile][kRowTile]
+    T* value_scale = arena.take<T>(kKeyTile);
+    int64_t size = arena.used();
 
-    Buffers(const ForwardParams& p, char* base) {
-      Arena arena(base);
-      ld_value = round_up(p.value_dim, W);
-      few = arena.take<Few>(1);
-      arena.take_for_each(few, 1, [&](Few& rows) { rows.take(p, arena); });
-      output = arena.take<T>(kRows * ld_value);
-      value = arena.take<T>(kKeyTile * ld_value);
-      x = arena.take<T>(kRows * kKeyTile);
-      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      value_scale = arena.take<T>(kKeyTile);
-      size = arena.used();
+    Buffers(const ForwardParams& p, char* base) : params(p), arena(base) {}
+    Few* take_few() {
+      Few* const rows = arena.take<Few>(1);
+      arena.take_for_each(rows, 1, [&](Few& x) { x.take(params, arena); });
+      return rows;
     }
   };
 

@@ -44,52 +44,39 @@ struct Forward {
     T* largest;  // [kRowTile]: the largest of all scores; null unless max_score is wanted
   };
   struct Buffers {
-    RowState* states;
-    T *query_t, *output_t, *reference, *sum, *largest;  // shared by all states: see columns()
-    T* tables;                                          // likewise: see RowTile
-    T* key;                                             // [kKeyTile][slots of E]
-    T* value;                                           // [slots of kKeyTile][Ev]
-    T* x;                                               // [kKeyTile][kRowTile]: scores
-    T* weights;                   // [slots of kKeyTile][kRowTile], in x if the format can keep them there
-    T* rest;                      // as weights: what the weights lost when rounded; null without has_rest()
-    T* bias;                      // as x
-    T* factor;                    // as x
-    T *key_scale, *value_scale;   // [kKeyTile], null if there are none
-    char *key_copy, *value_copy;  // where key_block() copies keys and values
-    int64_t ld_key, ld_value;
-    int64_t ld_output, rest_of_row;  // if few rows: the length of a row, and where its rest begins
-    bool few_rows;
-    int64_t size;
+    const ForwardParams& params;
+    Arena arena;
+    int64_t blocks = divide_up(params.rows_per_task, kRowTile);
+    bool few_rows = has_few_rows(params);
+    // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
+    // were a power of two.
+    int64_t ld_key = row_of<F>(params.head_dim) + W, ld_value = row_of<F>(params.value_dim) + W;
+    // If few rows: where the rest of a row begins, and the length of a row.
+    int64_t rest_of_row = round_up(params.value_dim, W), ld_output = rest_of_row * (has_rest(params) ? 2 : 1);
+    RowState* states = arena.take<RowState>(blocks * (kRowTile / kRows));
+    T* key = arena.take<T>(kKeyTile * ld_key);                   // [kKeyTile][slots of E]
+    T* value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);  // [slots of kKeyTile][Ev]
+    T* x = arena.take<T>(kKeyTile * kRowTile);                   // [kKeyTile][kRowTile]: scores
+    // [slots of kKeyTile][kRowTile], in x if the format can keep them there
+    T* weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
+    // As weights: what the weights lost when rounded.
+    T* rest = has_rest(params) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
+    T* bias = arena.take<T>(room_of_tile<T>(params));                         // as x
+    T* factor = arena.take<T>(params.has_dropout ? kKeyTile * kRowTile : 0);  // as x
+    T* key_scale = params.key_scale.data ? arena.take<T>(kKeyTile) : nullptr;
+    T* value_scale = params.value_scale.data ? arena.take<T>(kKeyTile) : nullptr;
+    char* key_copy = arena.take<char>(bytes_of_copy(params, params.head_dim));  // where key_block() copies keys
+    char* value_copy = arena.take<char>(bytes_of_copy(params, params.value_dim));
+    // Shared by all states: see columns().
+    T* query_t = arena.take<T>(blocks * slots_of<F>(params.head_dim) * kRowTile);
+    T* output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * Forward::columns(params) * kRowTile);
+    T* reference = arena.take<T>(blocks * kRowTile);
+    T* sum = arena.take<T>(blocks * kRowTile);
+    T* largest = arena.take<T>(params.max_score ? blocks * kRowTile : 0);
+    T* tables = arena.take<T>(blocks * size_transposed(params));  // see RowTile
+    int64_t size = arena.used();
 
-    Buffers(const ForwardParams& p, char* base) : few_rows(has_few_rows(p)) {
-      Arena arena(base);
-      const int64_t blocks = divide_up(p.rows_per_task, kRowTile);
-      states = arena.take<RowState>(blocks * (kRowTile / kRows));
-      // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
-      // were a power of two.
-      ld_key = row_of<F>(p.head_dim) + W;
-      ld_value = row_of<F>(p.value_dim) + W;
-      rest_of_row = round_up(p.value_dim, W);
-      ld_output = rest_of_row * (has_rest(p) ? 2 : 1);
-      key = arena.take<T>(kKeyTile * ld_key);
-      value = arena.take<T>(slots_of<F>(kKeyTile) * ld_value);
-      x = arena.take<T>(kKeyTile * kRowTile);
-      weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
-      rest = has_rest(p) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
-      bias = arena.take<T>(room_of_tile<T>(p));
-      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      key_scale = p.key_scale.data ? arena.take<T>(kKeyTile) : nullptr;
-      value_scale = p.value_scale.data ? arena.take<T>(kKeyTile) : nullptr;
-      key_copy = arena.take<char>(bytes_of_copy(p, p.head_dim));
-      value_copy = arena.take<char>(bytes_of_copy(p, p.value_dim));
-      query_t = arena.take<T>(blocks * slots_of<F>(p.head_dim) * kRowTile);
-      output_t = arena.take<T>(few_rows ? (kFewRows + 1) * ld_output : blocks * Forward::columns(p) * kRowTile);
-      reference = arena.take<T>(blocks * kRowTile);
-      sum = arena.take<T>(blocks * kRowTile);
-      largest = arena.take<T>(p.max_score ? blocks * kRowTile : 0);
-      tables = arena.take<T>(blocks * size_transposed(p));
-      size = arena.used();
-    }
+    Buffers(const ForwardParams& p, char* base) : params(p), arena(base) {}
     // All states share one array of blocks [depth][kRowTile]. Returns the columns of one state in this array. If a tile
     // has fewer than kRowTile rows, several tiles are side by side in a block.
     T* columns(T* blocks, int64_t depth, const RowState& state) const {

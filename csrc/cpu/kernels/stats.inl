@@ -125,28 +125,23 @@ struct Stats {
     LanesOfStatistics<T> sums;
   };
   struct Buffers {
-    RowState* states;
-    T *reference, *inverse_sum;  // [kRowTile]
-    T* key;                      // [keys of a task of the second pass][slots of E]
-    T* x;                        // [kKeyTile][kRowTile]: scores
-    T* bias;                     // as x
-    T* received;                 // [keys of a task of the second pass][W]: sums of every W-th row
-    int64_t ld_key;
+    const StatsParams& params;
+    Arena arena;
+    int64_t tiles = divide_up(params.rows_per_task, kRowTile);
+    // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
+    // were a power of two.
+    int64_t ld_key = row_of<F>(params.head_dim) + W;
+    RowState* states = arena.take<RowState>(tiles);
+    T* reference = arena.take<T>(kRowTile);  // [kRowTile]
+    T* inverse_sum = arena.take<T>(kRowTile);
+    T* key = arena.take<T>(params.keys_per_task * ld_key);  // [keys of a task of the second pass][slots of E]
+    T* x = arena.take<T>(kKeyTile * kRowTile);              // [kKeyTile][kRowTile]: scores
+    T* bias = arena.take<T>(room_of_tile<T>(params));       // as x
+    // [keys of a task of the second pass][W]: sums of every W-th row
+    T* received = arena.take<T>(params.keys_per_task * W);
     int64_t size;
 
-    Buffers(const StatsParams& p, char* base) {
-      Arena arena(base);
-      const int64_t tiles = divide_up(p.rows_per_task, kRowTile);
-      states = arena.take<RowState>(tiles);
-      reference = arena.take<T>(kRowTile);
-      inverse_sum = arena.take<T>(kRowTile);
-      // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
-      // were a power of two.
-      ld_key = row_of<F>(p.head_dim) + W;
-      key = arena.take<T>(p.keys_per_task * ld_key);
-      x = arena.take<T>(kKeyTile * kRowTile);
-      bias = arena.take<T>(room_of_tile<T>(p));
-      received = arena.take<T>(p.keys_per_task * W);
+    Buffers(const StatsParams& p, char* base) : params(p), arena(base) {
       arena.take_for_each(states, tiles, [&](RowState& state) {
         state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
         state.sums.take(arena);

@@ -29,55 +29,38 @@ struct Tangent {
   static constexpr bool kRoundsScores = !std::is_same_v<F, Singles<T>>;
 
   struct Buffers {
-    RowTile* rows;
-    T* query_t;           // [E][kRowTile]
-    T* tangent_query_t;   // tQ
-    T* output_t;          // [Ev][kRowTile]
-    T* tangent_output_t;  // [Ev][kRowTile]
-    Logsumexp<T>* logsumexp;
-    T* shift;                                      // [kRowTile]: r
-    T* has_shift;                                  // [kRowTile]: 1 once the row has a shift, else 0
-    T *shifted_sum, *total;                        // [kRowTile]: c - r, and the sum of P
-    T *sink_weight, *sink_tangent;                 // [kRowTile]: 0 if the row has no sink
-    T *key, *tangent_key, *value, *tangent_value;  // [kKeyTile][E or Ev]
-    T* score_query_t;                              // for kRoundsScores, [slots of E][kRowTile]
-    T* score_key;                                  // for kRoundsScores, [kKeyTile][slots of E]
-    T *x, *tx;                                     // [kKeyTile][kRowTile]
-    T *bias, *factor;
-    T* kept;  // for a soft cap or a score_mod, as x: see scores()
-    int64_t ld_key, ld_value, ld_score_key;
-    int64_t size;
+    const TangentParams& params;
+    Arena arena;
+    int64_t ld_key = round_up(params.head_dim, W) + W, ld_value = round_up(params.value_dim, W) + W;
+    int64_t ld_score_key = row_of<F>(params.head_dim);
+    RowTile* rows = arena.take<RowTile>(1);
+    T* query_t = arena.take<T>(params.head_dim * kRowTile);            // [E][kRowTile]
+    T* tangent_query_t = arena.take<T>(params.head_dim * kRowTile);    // tQ
+    T* output_t = arena.take<T>(params.value_dim * kRowTile);          // [Ev][kRowTile]
+    T* tangent_output_t = arena.take<T>(params.value_dim * kRowTile);  // [Ev][kRowTile]
+    Logsumexp<T>* logsumexp = arena.take<Logsumexp<T>>(1);
+    T* shift = arena.take<T>(kRowTile);        // [kRowTile]: r
+    T* has_shift = arena.take<T>(kRowTile);    // [kRowTile]: 1 once the row has a shift, else 0
+    T* shifted_sum = arena.take<T>(kRowTile);  // [kRowTile]: c - r
+    T* total = arena.take<T>(kRowTile);        // [kRowTile]: the sum of P
+    T* sink_weight = arena.take<T>(kRowTile);  // [kRowTile]: 0 if the row has no sink
+    T* sink_tangent = arena.take<T>(kRowTile);
+    T* key = arena.take<T>(kKeyTile * ld_key);  // [kKeyTile][E], and so on
+    T* tangent_key = arena.take<T>(kKeyTile * ld_key);
+    T* value = arena.take<T>(kKeyTile * ld_value);
+    T* tangent_value = arena.take<T>(kKeyTile * ld_value);
+    // For kRoundsScores: [slots of E][kRowTile] and [kKeyTile][slots of E].
+    T* score_query_t = arena.take<T>(kRoundsScores ? slots_of<F>(params.head_dim) * kRowTile : 0);
+    T* score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
+    T* x = arena.take<T>(kKeyTile * kRowTile);  // [kKeyTile][kRowTile]
+    T* tx = arena.take<T>(kKeyTile * kRowTile);
+    T* bias = arena.take<T>(kKeyTile * kRowTile + room_of_tile<T>(params));
+    T* factor = arena.take<T>(params.has_dropout ? kKeyTile * kRowTile : 0);
+    // For a soft cap or a score_mod, as x: see scores().
+    T* kept = keeps_scores(params) ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
+    int64_t size = arena.used();
 
-    Buffers(const TangentParams& p, char* base) {
-      Arena arena(base);
-      ld_key = round_up(p.head_dim, W) + W;
-      ld_value = round_up(p.value_dim, W) + W;
-      rows = arena.take<RowTile>(1);
-      query_t = arena.take<T>(p.head_dim * kRowTile);
-      tangent_query_t = arena.take<T>(p.head_dim * kRowTile);
-      output_t = arena.take<T>(p.value_dim * kRowTile);
-      tangent_output_t = arena.take<T>(p.value_dim * kRowTile);
-      logsumexp = arena.take<Logsumexp<T>>(1);
-      shift = arena.take<T>(kRowTile);
-      has_shift = arena.take<T>(kRowTile);
-      shifted_sum = arena.take<T>(kRowTile);
-      total = arena.take<T>(kRowTile);
-      sink_weight = arena.take<T>(kRowTile);
-      sink_tangent = arena.take<T>(kRowTile);
-      key = arena.take<T>(kKeyTile * ld_key);
-      tangent_key = arena.take<T>(kKeyTile * ld_key);
-      value = arena.take<T>(kKeyTile * ld_value);
-      tangent_value = arena.take<T>(kKeyTile * ld_value);
-      ld_score_key = row_of<F>(p.head_dim);
-      score_query_t = arena.take<T>(kRoundsScores ? slots_of<F>(p.head_dim) * kRowTile : 0);
-      score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
-      x = arena.take<T>(kKeyTile * kRowTile);
-      tx = arena.take<T>(kKeyTile * kRowTile);
-      bias = arena.take<T>(kKeyTile * kRowTile + room_of_tile<T>(p));
-      factor = arena.take<T>(p.has_dropout ? kKeyTile * kRowTile : 0);
-      kept = keeps_scores(p) ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
-      size = arena.used();
-    }
+    Buffers(const TangentParams& p, char* base) : params(p), arena(base) {}
   };
 
   static int64_t workspace(const TangentParams& p) { return Buffers(p, nullptr).size; }

@@ -14,36 +14,24 @@ struct Weights {
   static constexpr int W = kLanes<T>;
 
   struct Buffers {
-    RowTile* rows;
-    T* query_t;     // [slots of E][kRowTile]
-    T* key;         // [kKeyTile][slots of E]
-    T* value;       // [slots of kKeyTile][Ev]
-    T* x;           // [S][kRowTile]: scores, then weights
-    T* mean;        // as x; unused unless the mean is wanted
-    T* tile;        // [kKeyTile][kRowTile]: numbers of a mask, then scores to be written
-    T *best, *sum;  // [kRowTile]
-    T* output_t;    // [Ev][kRowTile]
-    T* slots;       // [slots of kKeyTile][kRowTile]: weights, if the format cannot keep them in x
-    int64_t ld_key, ld_value;
-    int64_t size;
+    const WeightsParams& params;
+    Arena arena;
+    int64_t ld_key = row_of<F>(params.head_dim) + W, ld_value = row_of<F>(params.value_dim) + W;  // see forward.inl
+    RowTile* rows = arena.take<RowTile>(1);
+    T* query_t = arena.take<T>(slots_of<F>(params.head_dim) * kRowTile);        // [slots of E][kRowTile]
+    T* key = arena.take<T>(kKeyTile * ld_key);                                  // [kKeyTile][slots of E]
+    T* x = arena.take<T>(round_up(params.keys, kKeyTile) * kRowTile);           // [S][kRowTile]: scores, then weights
+    T* mean = arena.take<T>(params.of_all_heads ? params.keys * kRowTile : 0);  // as x
+    T* tile = arena.take<T>(kKeyTile * kRowTile);  // numbers of a mask, then scores to be written
+    T* best = arena.take<T>(kRowTile);             // [kRowTile]
+    T* sum = arena.take<T>(kRowTile);
+    T* value = arena.take<T>(params.output.data ? slots_of<F>(kKeyTile) * ld_value : 0);  // [slots of kKeyTile][Ev]
+    T* output_t = arena.take<T>(params.output.data ? params.value_dim * kRowTile : 0);    // [Ev][kRowTile]
+    // [slots of kKeyTile][kRowTile]: weights, if the format cannot keep them in x
+    T* slots = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
+    int64_t size = arena.used();
 
-    Buffers(const WeightsParams& p, char* base) {
-      Arena arena(base);
-      ld_key = row_of<F>(p.head_dim) + W;  // padded as in forward.inl
-      ld_value = row_of<F>(p.value_dim) + W;
-      rows = arena.take<RowTile>(1);
-      query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-      key = arena.take<T>(kKeyTile * ld_key);
-      x = arena.take<T>(round_up(p.keys, kKeyTile) * kRowTile);
-      mean = arena.take<T>(p.of_all_heads ? p.keys * kRowTile : 0);
-      tile = arena.take<T>(kKeyTile * kRowTile);
-      best = arena.take<T>(kRowTile);
-      sum = arena.take<T>(kRowTile);
-      value = arena.take<T>(p.output.data ? slots_of<F>(kKeyTile) * ld_value : 0);
-      output_t = arena.take<T>(p.output.data ? p.value_dim * kRowTile : 0);
-      slots = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
-      size = arena.used();
-    }
+    Buffers(const WeightsParams& p, char* base) : params(p), arena(base) {}
   };
   static int64_t workspace(const WeightsParams& p) { return Buffers(p, nullptr).size; }
 
