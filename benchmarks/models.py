@@ -37,6 +37,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+import torch_attn
 from torch_attn.integrations import transformers as integration
 
 IMPLEMENTATIONS = ("attn", "sdpa", "eager")
@@ -219,9 +220,9 @@ def bench(console: Console, seconds: float, length: int, wanted: str) -> list[di
 
 def check(functions: list[Callable[[], Tensor]], job: str, most: float, is_random: bool) -> None:
     """All three compute the same, and the first does it with ours."""
-    before = integration.calls()
+    before = torch_attn.calls()["transformers"]
     ours = functions[0]()
-    if integration.calls() == before:
+    if torch_attn.calls()["transformers"] == before:
         raise SystemExit(f"{job}: the model does not call attn")
     for other, implementation in zip(functions[1:], IMPLEMENTATIONS[1:], strict=True):
         apart = (other() - ours).abs().max().item()
