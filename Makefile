@@ -141,10 +141,13 @@ wheel: $(TORCH:%=.venv-torch-%/installed) ## one wheel for all releases of torch
 	@mkdir -p dist
 	@mv build/wheel/*.whl dist/
 
+# Programs call with *tuples and **options, whose types mypy cannot follow. A name that a module lacks is what it finds.
+NOT_NAMES := arg-type assignment call-arg call-overload index misc no-redef operator union-attr var-annotated
 lint: $(INSTALLED) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file= --ignore-missing-imports $(NOT_NAMES:%=--disable-error-code=%) benchmarks examples
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	@awk 'length($$0) > 120 { print FILENAME ":" FNR ": longer than 120 columns"; bad = 1 } END { exit bad }' $(CXX_FILES)
 

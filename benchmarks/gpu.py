@@ -278,13 +278,13 @@ def in_form(case: Case, dtype: torch.dtype, which: str, device: str) -> Callable
 def deterministic(run: Callable[[], Any]) -> Callable[[], Any]:
     def call() -> Any:
         # The algorithms do not need every new tensor to be filled with NaNs.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
         try:
             return run()
         finally:
             torch.use_deterministic_algorithms(False)
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     return call
 

@@ -231,7 +231,7 @@ def _sentence(section: Section) -> None:
             ],
         ),
     )
-    rows = [["single head", one, 8], *([n, h, len(HEADS[n])] for n, h in heads.items())]
+    rows = [("single head", one, 8), *((n, h, len(HEADS[n])) for n, h in heads.items())]
     section.text("**What does “it” mean?** The row of *it*, read off:")
     section.table(
         ["head", "it → apple", "it → orange", "it → it", "largest at"],
