@@ -73,8 +73,8 @@ struct Packed {
   }
 };
 
-// Returns keys, values or their tangents, with the rows beyond the length of each sequence set to 0, because the caller
-// may have stored any numbers there.
+// Returns keys or values, with the rows beyond the length of each sequence set to 0, because the caller may have stored
+// any numbers there.
 Tensor in_use(const Tensor& of_keys, const Shape& shape, const Call& call) {
   if (!call.key_lengths) return of_keys;
   if (call.is_packed()) {
@@ -98,9 +98,9 @@ Problem scores_of(const Call& call) {
 // NaN, because 0 times a NaN or infinity of the key (or query) is NaN. Products that are not finite are added as
 // constants. The sum of the NaNs in each row of the query and of the key is added too, so that a NaN element also gets
 // a gradient.
-Tensor products(const Shape& shape, const Tensor& query, const Tensor& key, const Call& call) {
-  const Tensor q = widened(query) * ScoreFunction<double>::of(scores_of(call)).slope();
-  const Tensor k = repeat_heads(widened(in_use(key, shape, call)), shape).transpose(-2, -1);
+Tensor products(const Shape& shape, const Call& call) {
+  const Tensor q = widened(call.query) * ScoreFunction<double>::of(scores_of(call)).slope();
+  const Tensor k = repeat_heads(widened(in_use(call.key, shape, call)), shape).transpose(-2, -1);
   const auto finite = [](const Tensor& t) { return t.masked_fill(t.isfinite().logical_not(), 0); };
   const auto nan = [](const Tensor& t) { return t.masked_fill(t.isnan().logical_not(), 0); };
   const Tensor all = at::matmul(q.detach(), k.detach());
@@ -120,9 +120,10 @@ void check_third_derivative(const Call& call) {
               "and second derivatives");
 }
 
-// `mask` is the mask of the call, or the tangent of the mask (Direction::attn_mask). Returns `mask` in a shape that
-// broadcasts to the scores. With packed sequences the result has one column for each key of the call.
-std::optional<Tensor> mask_of(const std::optional<Tensor>& mask, const Shape& shape, const Call& call) {
+// Returns the call's mask in a shape that broadcasts to the scores. With packed sequences the result has one column for
+// each key of the call.
+std::optional<Tensor> mask_of(const Shape& shape, const Call& call) {
+  const auto& mask = call.attn_mask;
   if (!mask || !call.is_packed()) return mask;
   const Packed packed(shape, call, mask->options());
   const Tensor place = packed.place.clamp(0, mask->sym_size(-1).guard_int(__FILE__, __LINE__) - 1);
@@ -154,21 +155,17 @@ Distances distances(const Shape& shape, const Call& call) {
   if (left >= 0) hide(ahead.lt(-left));
   if (call.key_lengths && !call.is_packed()) hide(keys.ge(for_entries(*call.key_lengths)));
   hidden = at_rank(hidden, shape);
-  if (const auto mask = mask_of(call.attn_mask, shape, call))
+  if (const auto mask = mask_of(shape, call))
     hide(mask->scalar_type() == at::kBool ? mask->logical_not() : mask->eq(kMinusInfinity));
   return {at_rank(ahead.abs(), shape), hidden};
 }
 
-// Applies the soft cap to products. ALiBi and masks are added later. With `derivative`, returns the derivative of the
-// capped products with respect to the products. No gradient runs through hidden scores, because the gradient of tanh
-// times the NaN of a hidden key would be NaN.
-Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call, bool derivative = false) {
-  Tensor result = derivative ? at::ones_like(products) : products;
-  if (const double cap = scores_of(call).softcap; cap > 0) {
-    const Tensor tanh = ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
-    result = derivative ? 1 - tanh.square() : tanh * cap;
-  }
-  return result;
+// Applies the soft cap to products. ALiBi and masks are added later. No gradient runs through hidden scores, because
+// the gradient of tanh times the NaN of a hidden key would be NaN.
+Tensor capped(const Tensor& products, const Tensor& hidden, const Call& call) {
+  const double cap = scores_of(call).softcap;
+  if (cap == 0) return products;
+  return cap * ((hidden.defined() ? products.masked_fill(hidden, 0) : products) / cap).tanh();
 }
 
 // What all formulas compute first: the scores, the weights and the rows' logsumexp. The logsumexp of a row that has
@@ -183,10 +180,10 @@ WideWeights wide_weights(const Shape& shape, const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto& [attn_mask, alibi_slopes, sinks] = std::tie(call.attn_mask, call.alibi_slopes, call.sinks);
   const auto [distance, hidden] = distances(shape, call);
-  Tensor scores = capped(products(shape, call.query, call.key, call), hidden, call);
+  Tensor scores = capped(products(shape, call), hidden, call);
   if (alibi_slopes) scores = scores - for_rows(*alibi_slopes, shape, scores) * distance;
   if (attn_mask && attn_mask->scalar_type() != at::kBool)
-    scores = scores + mask_of(attn_mask, shape, call)->to(scores.scalar_type());
+    scores = scores + mask_of(shape, call)->to(scores.scalar_type());
   if (hidden.defined()) scores = scores.masked_fill(hidden, kMinusInfinity);
   // The softmax of a fully masked row must be 0 and have finite gradients.
   const Tensor empty_row = scores.eq(kMinusInfinity).all(-1, /*keepdim=*/true);
@@ -203,8 +200,19 @@ WideWeights wide_weights(const Shape& shape, const Call& call) {
   return {weights, scores, at::logsumexp(logits, {-1}).masked_fill(empty_row.squeeze(-1), kMinusInfinity)};
 }
 
-Tensor weighted_values(const Shape& shape, const Tensor& weights, const Tensor& value, const Call& call) {
-  return at::matmul(weights, repeat_heads(widened(in_use(value, shape, call)), shape));
+// The output, in the type of the weights, and the logsumexp, which autograd may differentiate with respect to `x`.
+struct Formula {
+  Call x;
+  Tensor output, logsumexp;
+};
+// No gradient runs through a dependence of u or t on the inputs of a call, because the inputs of `x`, like
+// independent(u) and independent(t), are aliases.
+Formula formula_of(const Call& call) {
+  check_third_derivative(call);
+  const Call x = independent(call);
+  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, x);
+  const WideWeights wide = wide_weights(shape, x);
+  return {x, at::matmul(wide.weights, repeat_heads(widened(in_use(x.value, shape, x)), shape)), wide.logsumexp};
 }
 
 }  // namespace
@@ -242,51 +250,34 @@ OutputAndWeights weights_formula(const Call& call, const WantedWeights& wanted) 
   return {{}, (wanted.mean ? weights.mean(-3) : weights).to(dtype), wanted.scores ? scores.to(dtype) : Tensor()};
 }
 
+// J t = d<J'u, t>/du for every u, because J'u is linear in u. So this computes J'u, as second_formula() does, and
+// differentiates <J'u, t> by u.
 TangentResults tangent_formula(const Direction& direction, const Call& call) {
-  check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, call);
-  const auto [weights, scores, logsumexp] = wide_weights(shape, call);
-  const auto [distance, hidden] = distances(shape, call);
-  Tensor tangent_scores = at::zeros_like(weights);
-  if (direction.query) tangent_scores = tangent_scores + products(shape, *direction.query, call.key, call);
-  if (direction.key) tangent_scores = tangent_scores + products(shape, call.query, *direction.key, call);
-  tangent_scores =
-      tangent_scores * capped(products(shape, call.query, call.key, call), hidden, call, /*derivative=*/true);
-  if (direction.alibi_slopes)
-    tangent_scores = tangent_scores - for_rows(*direction.alibi_slopes, shape, weights) * distance;
-  if (const auto mask = mask_of(direction.attn_mask, shape, call))
-    tangent_scores = tangent_scores + mask->to(tangent_scores.scalar_type());
-  // A score of -inf has the tangent 0, even if its key contains NaN. Hidden scores are -inf.
-  tangent_scores = tangent_scores.masked_fill(scores.eq(kMinusInfinity), 0);
-  const Tensor weighted = weights * tangent_scores;
-  Tensor tangent_logsumexp = weighted.sum(-1, /*keepdim=*/true);
-  if (call.sinks && direction.sinks) {
-    const Tensor sink = for_rows(*call.sinks, shape, weights);
-    const Tensor weight = (sink - logsumexp.unsqueeze(-1)).exp().masked_fill(sink.eq(kMinusInfinity), 0);
-    tangent_logsumexp = tangent_logsumexp + weight * for_rows(*direction.sinks, shape, weights);
-  }
-  Tensor output = weighted_values(shape, weighted - weights * tangent_logsumexp, call.value, call);
-  if (direction.value) output = output + weighted_values(shape, weights, *direction.value, call);
-  const Tensor rounded = output.to(call.query.scalar_type());
-  const Tensor residual = has_residual(call) ? output - rounded : at::empty({0}, rounded.options());
-  return {rounded, at::constant_pad_nd(tangent_logsumexp, {0, 1}), residual};
+  const bool create_graph = at::GradMode::is_enabled();
+  at::AutoGradMode enable(true);
+  const auto [x, output, logsumexp] = formula_of(call);
+  const std::vector<Tensor> u = {at::zeros_like(output).requires_grad_(), at::zeros_like(logsumexp).requires_grad_()};
+  const auto t = list(direction);
+  const auto along =
+      differentiate({output, logsumexp}, u, list(x), [&](size_t i) { return i < t.size() && t[i].defined(); });
+  const auto tangents = differentiate(along, t, u, [](size_t) { return true; }, create_graph);
+  const auto of = [&](size_t i) { return tangents[i].defined() ? tangents[i] : at::zeros_like(u[i]); };
+  const Tensor rounded = of(0).to(call.query.scalar_type());
+  const Tensor residual = has_residual(call) ? of(0) - rounded : at::empty({0}, rounded.options());
+  return {rounded, at::constant_pad_nd(of(1).unsqueeze(-1), {0, 1}), residual};
 }
 
+// Computes grad_x <t, J'u> by differentiating twice. u and t may themselves depend on x.
 Gradients second_formula(const GradResults& u, const Direction& direction, const Call& call, Wanted wanted) {
-  check_third_derivative(call);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const bool create_graph = at::GradMode::is_enabled();
   at::AutoGradMode enable(true);
-  // Computes grad_x <t, J'u> by differentiating twice. u and t may themselves depend on x. No gradient runs through
-  // that dependence, because independent() makes aliases of x, u and t.
-  const Call x = independent(call);
-  const Shape shape = validate(call.is_packed() ? VarlenOp::name : SdpaOp::name, x);
-  const WideWeights wide = wide_weights(shape, x);
-  const Tensor output = weighted_values(shape, wide.weights, x.value, x);
+  const auto [x, output, logsumexp] = formula_of(call);
   const auto t = list(independent(direction));
-  const auto along = differentiate({output.to(call.query.scalar_type()), wide.logsumexp}, list(independent(u)), list(x),
+  const auto along = differentiate({output.to(call.query.scalar_type()), logsumexp}, list(independent(u)), list(x),
                                    [&](size_t i) { return i < t.size() && t[i].defined(); });
-  const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; });
+  const auto h = differentiate(along, t, list(x), [&](size_t i) { return wanted[i]; }, create_graph);
   Gradients second;
   const auto put = [&](size_t i, Tensor& result, const std::optional<Tensor>& input) {
     if (wanted[i]) result = h[i].defined() ? h[i] : at::zeros_like(*input);
