@@ -59,7 +59,7 @@ struct Options {
   // The scales of a key and of a value of 8 bits (int8 or float8_e4m3fn), float32. Such a key stands for key *
   // key_scale[..., None], and such a value stands for value * value_scale[..., None]. A scale broadcasts to the shape
   // of the key or value without the last dimension. Among the functions below, only sdpa and sdpa_with_logsumexp take 8
-  // bits, only on a CPU, and without derivatives.
+  // bits, and without derivatives.
   std::optional<at::Tensor> key_scale = std::nullopt;
   std::optional<at::Tensor> value_scale = std::nullopt;
 };

@@ -185,7 +185,7 @@ struct Problem {
   Operand query;
   Operand key;
   Operand value;
-  Operand mask;
+  Operand mask;  // with a score_mod: its pair terms, and has_mask is false
   // For each tile of the mask (kScoreTile queries and kScoreTile keys), one byte with the bits kSomeVisible and
   // kSomeChanged: [*batch, head, tile of queries, tile of keys]. Heads that share a mask learn from these bytes which
   // tiles of the mask they must read. `data` is null if the bytes are not computed.
@@ -262,8 +262,8 @@ struct TaskCounters {
 
 struct ForwardParams : RowParams, TaskCounters {
   // Each key and each value of 8 bits has a scale, a float32: [*batch, key or value head, row], without columns. A
-  // product is multiplied by the scale of its key before anything else. A weight is multiplied by the scale of its
-  // value in the output, but not in the sum of weights. `data` is null if there are no scales.
+  // product is multiplied by the scale of its key, too, before the cap and all that is added. A weight is multiplied by
+  // the scale of its value in the output, but not in the sum of weights. `data` is null if there are no scales.
   Operand key_scale;
   Operand value_scale;
   Operand output;

@@ -6,6 +6,8 @@
 // 2022). The weights of row i are exp(x_ij) / (exp(sink) + sum_j exp(x_ij)). `sink` is the sink of the row's head.
 // Without sinks, exp(sink) is 0.
 //
+// With a score_mod, x_ij is what its list of steps computes from the product (program.h), where query i sees key j.
+//
 // A boolean mask adds 0 or -inf. Kernels set -inf by selection, not by addition, so that a NaN in a hidden key does not
 // get through.
 #pragma once
@@ -14,6 +16,8 @@
 #include "core/program.h"
 
 namespace attn {
+
+constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
 
 // The integers first, ..., last - 1. The range is empty if last <= first.
 struct Range {
@@ -59,13 +63,18 @@ struct ScoreFunction {
 // The soft cap and its derivatives, from y = tanh(z / c): cap(z) = c y, cap'(z) = 1 - y^2 and cap''(z) = (-2 y / c)
 // cap'(z). The derivatives are 0 where y is +-1, for example if the product is +-inf. They are computed from y, not
 // from the score c y, because the score is rounded once more than y. Near the cap, 1 - y^2 is as small as the error of
-// this rounding. The tangent of a score is cap'(z) times the tangent of z.
+// this rounding. The tangent of a score is cap'(z) times the tangent of z. Vectors of the CPU compute c y in one
+// function, tanh_of_exponent(product * exponent, c), tensor cores in Tanh (cuda/mma/scores.cuh).
 template <class T>
 struct SoftCap {
   T most, inverse;  // c, 1 / c
+  T exponent;       // tanh(product * scale / c) is a function of 2^(product * exponent); finite, as 0 must stay 0
 
   ATTN_INLINE static constexpr SoftCap of(const Problem& p) {
-    return {static_cast<T>(p.softcap), static_cast<T>(1 / p.softcap)};
+    constexpr double kMost = sizeof(T) == 4 ? 3e38 : 1e308;
+    const double exponent = 2 * kLog2E * p.scale / p.softcap;
+    const double finite = exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent;
+    return {static_cast<T>(p.softcap), static_cast<T>(1 / p.softcap), static_cast<T>(finite)};
   }
   template <class V>
   ATTN_INLINE constexpr V value(V y) const {
@@ -83,7 +92,7 @@ struct SoftCap {
 
 // ALiBi adds slope * by_slope(distance) to a score, where `distance` is |position of i - j|. This is linear in the
 // slope. So the tangent of a score is (the tangent of the slope) * by_slope(distance), and the gradient of the slope is
-// the sum of dS_ij * by_slope(distance).
+// the sum of dS_ij * by_slope(distance). It is linear in the distance, too, so by_slope(slope) * distance is the same.
 template <class T>
 struct Alibi {
   ATTN_INLINE static constexpr T by_slope(T distance) { return -distance; }

@@ -11,7 +11,7 @@
 // other.
 #pragma once
 
-#include "core/params.h"
+#include "core/score.h"
 
 namespace attn {
 
@@ -24,8 +24,6 @@ struct RowStatistics {
   T rest;     // the sum of the other weights
   T moment;   // sum_j (x_j - m) slope w_j, not positive
 };
-
-constexpr double kLn2 = 0.69314718055994530942;
 
 // The least exponent of a weight. exponent_of() clamps exponents to it, because -inf times a weight of 0 would be NaN.
 // 2^-1100 is 0 in every type. exponent_of() keeps NaN.

@@ -13,8 +13,8 @@
 //
 // A "formula" is composed of ATen operators (formulas.h) and takes O(L S) memory. Operators take some of the forward's
 // results (output, logsumexp, ...), which depend on x. The derivatives above already contain this dependence, so the
-// results count as constants here. sdpa and attention have no derivative of their own. If a derivative is needed, they
-// call _sdpa_forward.
+// results count as constants here. sdpa, attention and flex_attention have no derivative of their own. If a derivative
+// is needed, they call _sdpa_forward.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>

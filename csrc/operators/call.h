@@ -4,26 +4,31 @@
 //
 // The path of a call without gradients: attend_autograd (autograd.cpp) -> attend_on (run.h) -> compute_forward
 // (run.cpp), whose ValidatedCall checks the call (validate.h) -> ProblemBuilder (problem.cpp), which turns the call
-// into a Problem (core/params.h) -> a kernel. A call that needs gradients goes from attend_autograd through
+// into a Problem (core/params.h) -> device.cpp of cpu/ or cuda/, which cuts it into tasks -> the kernel that
+// cpu/kernels/kernels.inl or cuda/launch.cu chooses. scores() (cpu/tiles/scores.inl) has the scores of the CPU, or
+// FewRows::scores() in decoding. A call that needs gradients goes from attend_autograd through
 // _sdpa_forward to compute_forward. The backward takes the same path through _sdpa_backward and compute_backward, with
 // the call and the results that autograd has kept. varlen_attention (varlen.cpp) swaps heads and tokens, and calls
 // attention. In inference mode the dispatcher skips autograd.
 //
-// Here are the paths of four arguments. validate() checks `scale`, and ProblemBuilder makes it Problem::scale
+// Here are the paths of four arguments. First, validate() checks `scale`, and ProblemBuilder makes it Problem::scale
 // (describe_scores). ScoreFunction (core/score.h) multiplies products by the scale. There are three exceptions. With a
-// soft cap, the argument of tanh contains the scale (exponent_of_cap). A score_mod reads the scale as a leaf. If a tile
-// keeps unscaled products (leaves_products), the exponents of the softmax contain the scale. `sinks` has a derivative,
-// so it is among Inputs and in OfInputs. check_per_head() checks `sinks`, and ProblemBuilder::of_heads() makes it
-// Problem::sinks. compute_backward() calls gradients() (run.cpp), which returns the gradient of the sinks.
-// check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which key_row_offset()
-// (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a `block_table`.
+// soft cap, the argument of tanh contains the scale (SoftCap::exponent in core/score.h). A score_mod reads the scale as
+// a leaf. If a tile keeps unscaled products (leaves_products), the exponents of the softmax contain the scale. `sinks`
+// has a derivative, so it is among Inputs and in OfInputs. check_per_head() checks `sinks`, and
+// ProblemBuilder::of_heads() makes it Problem::sinks. compute_backward() calls gradients() (run.cpp), which returns the
+// gradient of the sinks. check_pages() checks a `block_table`, and ProblemBuilder makes it Problem::paging, which
+// key_row_offset() (core/geometry.h) reads. ValidatedCall::refuse_derivatives() refuses derivatives of a call with a
+// `block_table`.
 //
-// `score_mod` is a function in Python, which flex_attention traces and writes as a string (torch_attn/_programs/).
-// validate() compiles the string (programs/): read_text() makes a graph of it, derivatives.h adds the graph's
-// derivatives, and schedule() turns both into lists of steps. ProblemBuilder::program describes the lists, and the
-// tensors that they read, in a PairProgram (core/program.h), to which Problem::program points. When a kernel visits a
-// tile of scores, Evaluation (cpu/tiles/program.inl) runs a list over the tile: scores() (cpu/tiles/scores.inl) gets
-// the scores, and differentiate_program() (cpu/kernels/backward.inl) their gradients.
+// The fourth, `score_mod`, is a function in Python, which flex_attention traces and writes as a string
+// (torch_attn/_programs/). validate() compiles the string (programs/): read_text() makes a graph of it, derivatives.h
+// adds the graph's derivatives, and schedule() turns both into lists of steps. ProblemBuilder::program describes the
+// lists, and the tensors that they read, in a PairProgram (core/program.h), to which Problem::program points. When a
+// kernel visits a tile of scores, Evaluation (cpu/tiles/program.inl) runs a list over the tile: scores()
+// (cpu/tiles/scores.inl) gets the scores, and differentiate_program() (cpu/kernels/backward.inl) their gradients.
+// Tables and terms are tensors that PyTorch has computed, so its autograd takes their gradients on to the tensors that
+// the function captured.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,7 +71,7 @@ enum class Kind {
 constexpr unsigned kTensor = 1;             // or a list of tensors
 constexpr unsigned kInput = 1 << 1;         // a tensor that may have a derivative
 constexpr unsigned kCast = 1 << 2;          // autocast casts it
-constexpr unsigned kOfScores = 1 << 3;      // scores depend on it
+constexpr unsigned kOfScores = 1 << 3;      // scores depend on it, and so do statistics, which take no 8 bits
 constexpr unsigned kOfProgram = 1 << 4;     // of functions of the pair
 constexpr unsigned kOfPacking = 1 << 5;     // of packed sequences
 constexpr unsigned kOf8Bits = 1 << 6;       // of keys and values of 8 bits
@@ -74,7 +79,7 @@ constexpr unsigned kOfResults = 1 << 7;     // chooses results, and changes none
 constexpr unsigned kOfBuiltin = 1 << 8;     // the built-in has it
 constexpr unsigned kOfVarlenAttn = 1 << 9;  // torch.nn.attention.varlen.varlen_attn has it
 constexpr unsigned kNotInVarlen = 1 << 10;  // varlen_attention lacks it
-constexpr unsigned kScoreTerm = 1 << 11;    // a score_mod can say it (About::in_score_mod)
+constexpr unsigned kScoreTerm = 1 << 11;    // cap and ALiBi: a score_mod can say it (About::in_score_mod)
 constexpr unsigned kList = 1 << 12;         // the only list, and the last of all tensors
 
 constexpr unsigned flags_of(Kind kind) {

@@ -14,8 +14,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr double kLog2E = 1.4426950408889634;
-
 // The factor that turns the first number of the CPU's pair into a score. It is rounded as the kernels round it. `p` has
 // no sinks, because each process computes its part without sinks.
 double unit_of_pair(const Call& call) {

@@ -167,7 +167,8 @@ void ProblemBuilder::add_result(Operand& operand, const at::Tensor& tensor, Axis
   add(operand, tensor, tensor.mutable_data_ptr(), axis);
 }
 
-void ProblemBuilder::add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of) {
+void ProblemBuilder::add_scale_of_8_bits(Operand& operand, const std::optional<at::Tensor>& scale,
+                                         const at::Tensor& of) {
   if (!scale) return;
   const at::Tensor of_rows = scale->expand(of.sizes().slice(0, of.dim() - 1)).unsqueeze(-1);
   add(operand, of_rows, Axis::keys);

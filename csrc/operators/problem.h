@@ -28,8 +28,8 @@ class ProblemBuilder {
   void add(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);         // kernels read it
   void add_result(Operand& operand, const at::Tensor& tensor, Axis axis = Axis::queries);  // kernels write it
 
-  // `of` is the key or the value. Adds its scale, if there is one.
-  void add_scale(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
+  // `of` is the key or the value. Adds its key_scale or value_scale, if there is one.
+  void add_scale_of_8_bits(Operand& operand, const std::optional<at::Tensor>& scale, const at::Tensor& of);
 
   // Returns a pointer to the elements of a tensor, in contiguous memory that lives as long as the builder.
   const void* contiguous(const at::Tensor& tensor);

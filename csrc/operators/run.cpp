@@ -242,8 +242,8 @@ ForwardResults compute_forward(const Device& device, bool for_derivatives, const
     p.row_logsumexp = rows.logsumexp.mutable_data_ptr();
     p.max_score = rows.max_score.mutable_data_ptr();
   }
-  builder.add_scale(p.key_scale, call.key_scale, call.key);
-  builder.add_scale(p.value_scale, call.value_scale, call.value);
+  builder.add_scale_of_8_bits(p.key_scale, call.key_scale, call.key);
+  builder.add_scale_of_8_bits(p.value_scale, call.value_scale, call.value);
   if (!no_rows(p)) {
     builder.merge_batch_dims();
     device.forward(p, query);

@@ -399,7 +399,7 @@ c10::SymDimVector Shape::of_entries() const {
   return sizes;
 }
 
-void check_scale(const char* op, const char* name, const std::optional<Tensor>& scale, const Tensor& of) {
+void check_scale_of_8_bits(const char* op, const char* name, const std::optional<Tensor>& scale, const Tensor& of) {
   TORCH_CHECK(scale.has_value() == is_8_bit(of), op, ": ", name, "_scale is ", scale ? "given" : "None", " but ", name,
               " has dtype ", of.scalar_type(), "; int8 and float8_e4m3fn need a scale, and other dtypes have none",
               scale ? "" : " (torch_attn.quantize_kv makes both)");
@@ -419,8 +419,8 @@ Shape validate(const char* op, const Call& call) {
   check_tensor(op, "value", value, query);
   if (attn_mask) check_tensor(op, "attn_mask", *attn_mask, query, /*least_dims=*/0);
   check_dtypes(op, query, key, value, attn_mask);
-  check_scale(op, "key", call.key_scale, key);
-  if (op != StatsOp::name) check_scale(op, "value", call.value_scale, value);
+  check_scale_of_8_bits(op, "key", call.key_scale, key);
+  if (op != StatsOp::name) check_scale_of_8_bits(op, "value", call.value_scale, value);
   const auto check_number = [&]<class T>(const Argument<T>& argument) {
     if constexpr (kIsFloating<T>) check_allowed(op, argument.name, call.*argument.member, argument.allowed);
   };

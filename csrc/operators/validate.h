@@ -43,7 +43,8 @@ inline void check_allowed(const char* op, const char* name, std::optional<double
 
 // `of` is the key or the value. Checks that `scale` is given and fits if `of` has 8-bit numbers, and that no `scale` is
 // given otherwise.
-void check_scale(const char* op, const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& of);
+void check_scale_of_8_bits(const char* op, const char* name, const std::optional<at::Tensor>& scale,
+                           const at::Tensor& of);
 
 // Validates a call in its constructor. The member functions check the other arguments of the private operators.
 struct ValidatedCall {

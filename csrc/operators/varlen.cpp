@@ -34,8 +34,8 @@ void check_shapes(const Call& c) {
   check("query", c.query, 3);
   check("key", c.key, c.block_table ? 4 : 3);
   check("value", c.value, c.block_table ? 4 : 3);
-  check_scale(VarlenOp::name, "key", c.key_scale, c.key);
-  check_scale(VarlenOp::name, "value", c.value_scale, c.value);
+  check_scale_of_8_bits(VarlenOp::name, "key", c.key_scale, c.key);
+  check_scale_of_8_bits(VarlenOp::name, "value", c.value_scale, c.value);
 }
 
 OutputAndRows varlen_attention(const Call& tokens_first) {

@@ -9,8 +9,8 @@
 //
 // If the logsumexp also has a gradient g, dS = P (dP - delta + g). g is added last, because dP - delta is exactly 0 in
 // a row that attends to one key only. With a soft cap, dS is multiplied by the cap's derivative before dQ and dK are
-// computed. The gradient of an ALiBi slope is -sum_j dS_ij |position - j|. The gradient of a sink is
-// -exp(sink - logsumexp) (delta - g).
+// computed. A score_mod is differentiated in the same place (differentiate_program). The gradient of an ALiBi slope is
+// -sum_j dS_ij |position - j|. The gradient of a sink is -exp(sink - logsumexp) (delta - g).
 //
 // dS is the gradient of x, the scaled score. By the chain rule for x = s q.k, dQ and dK have one factor s each. Without
 // a sink and without g, the sum over j of dS_ij is 0. Because |dS| <= P (1 - P) * range of dP, dS vanishes where the
@@ -44,26 +44,34 @@ struct Backward {
   static constexpr bool kRoundsScores = !std::is_same_v<F, S>;
 
   struct RowState {
+    const Params& params;  // for the initialisers below, as `arena`
+    Arena& arena;
     RowTile rows;
-    T* query_t;        // [slots of E][kRowTile]
-    T* query;          // [slots of kRowTile][E], with 0 for NaNs: at visible keys, NaNs reach dK through dS
-    T* grad_output_t;  // [slots of Ev][kRowTile]
-    T* grad_output;    // [slots of kRowTile][Ev]
-    T* grad_query_t;   // [E][kRowTile]
-    T* sum_t;          // [E][kRowTile]: grad_query_t, summed over several chunks
-    Logsumexp<T>* logsumexp;
-    T* delta;           // [kRowTile]
-    T* grad_logsumexp;  // [kRowTile]
-    // for kSecond
-    T* tangent_query_t;
-    T* tangent_query;
-    T *shift, *shifted_sum;   // [kRowTile]: c is the sum of both, see tangent.inl
-    T* tangent_delta;         // [kRowTile]
-    T* grad_slopes;           // [kRowTile]
-    T* grad_row_terms;        // [columns][kRowTile]
-    T *tables, *grad_tables;  // see RowTile
-    // for kRoundsScores
-    T* score_query_t;  // [slots of E][kRowTile]
+    T* query_t = arena.take<T>(slots_of<F>(params.head_dim) * kRowTile);  // [slots of E][kRowTile]
+    // [slots of kRowTile][E], with 0 for NaNs: at visible keys, NaNs reach dK through dS
+    T* query = arena.take<T>(slots_of<F>(kRowTile) * row_of<F>(params.head_dim));
+    T* grad_output_t = arena.take<T>(slots_of<F>(params.value_dim) * kRowTile);           // [slots of Ev][kRowTile]
+    T* grad_output = arena.take<T>(slots_of<F>(kRowTile) * row_of<F>(params.value_dim));  // [slots of kRowTile][Ev]
+    T* grad_query_t = arena.take<T>(params.head_dim * kRowTile);                          // [E][kRowTile]
+    // [E][kRowTile]: grad_query_t, summed over several chunks
+    T* sum_t = arena.take<T>(params.all_chunks_at_once && params.chunks > 1 ? params.head_dim * kRowTile : 0);
+    Logsumexp<T>* logsumexp = arena.take<Logsumexp<T>>(1);
+    T* delta = arena.take<T>(kRowTile);
+    T* grad_logsumexp = arena.take<T>(kRowTile);
+    T* grad_slopes = arena.take<T>(params.grad_slopes ? kRowTile : 0);
+    // [columns][kRowTile]
+    T* grad_row_terms =
+        arena.take<T>(gradients_of_terms(params).rows ? columns_of(params, Leaf::row_term) * kRowTile : 0);
+    T* tables = arena.take<T>(size_transposed(params));  // see RowTile
+    T* grad_tables = arena.take<T>(size_transposed(params));
+    T* tangent_query_t = arena.take<T>(kSecond ? params.head_dim * kRowTile : 0);
+    T* tangent_query = arena.take<T>(kSecond ? kRowTile * row_of<F>(params.head_dim) : 0);
+    T* shift = arena.take<T>(kSecond ? kRowTile : 0);  // [kRowTile]: c is shift + shifted_sum, see tangent.inl
+    T* shifted_sum = arena.take<T>(kSecond ? kRowTile : 0);
+    T* tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
+    T* score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(params.head_dim) * kRowTile) : query_t;
+
+    RowState(const Params& p, Arena& arena) : params(p), arena(arena) {}
   };
   struct Buffers {
     const Params& params;
@@ -71,7 +79,7 @@ struct Backward {
     int64_t row_tiles, accumulated_keys, tile = kKeyTile * kRowTile;
     int64_t ld_key = row_of<F>(params.head_dim), ld_value = row_of<F>(params.value_dim);
     int64_t ld_score_key = row_of<S>(params.head_dim);
-    RowState* states = arena.take<RowState>(row_tiles);
+    RowState* states = arena.make<RowState>(row_tiles, params);
     T* key = arena.take<T>(kKeyTile * ld_key);  // [kKeyTile][slots of E]
     // [slots of kKeyTile][E], for dQ^T, with 0 for NaNs, because a masked key's NaN times dS = 0 is NaN
     T* key_finite = arena.take<T>(slots_of<F>(kKeyTile) * ld_key);
@@ -80,13 +88,13 @@ struct Backward {
     T* lanes = arena.take<T>(F::kNumbers == 1 ? 0 : kKeyTile * slots_of<F>(kRowTile));
     // [slots of kKeyTile][kRowTile]: dS, for dQ^T, if the format cannot keep it in dx
     T* weights = arena.take<T>(F::kWeightsInPlace ? 0 : slots_of<F>(kKeyTile) * kRowTile);
-    T* x = arena.take<T>(tile);   // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
-    T* dx = arena.take<T>(tile);  // [kKeyTile][kRowTile]: dP, then dS
-    T* bias = arena.take<T>(room_of_tile<T>(params));
+    T* x = arena.take<T>(tile);                        // [kKeyTile][kRowTile]: scores, then P * Z (tP * Z for kSecond)
+    T* dx = arena.take<T>(tile);                       // [kKeyTile][kRowTile]: dP, then dS
+    T* room = arena.take<T>(room_of_tile<T>(params));  // of a ScoreTile
     T* factor = arena.take<T>(params.has_dropout ? tile : 0);
     // As x, for a soft cap or a score_mod: see scores(); tz for kSecond: see tangent_scores().
-    T* kept = keeps_scores(params) ? arena.take<T>(tile) : nullptr;
-    T* tz = kSecond && keeps_scores(params) ? arena.take<T>(tile) : nullptr;
+    T* kept = needs_kept(params) ? arena.take<T>(tile) : nullptr;
+    T* tz = kSecond && needs_kept(params) ? arena.take<T>(tile) : nullptr;
     // [keys of a task] by E, Ev and columns.
     T* grad_key = arena.take<T>(params.grad_key.data ? accumulated_keys * ld_key : 0);
     T* grad_value = arena.take<T>(params.grad_value.data ? accumulated_keys * ld_value : 0);
@@ -100,33 +108,10 @@ struct Backward {
     T* tx = arena.take<T>(kSecond ? tile : 0);   // [kKeyTile][kRowTile]
     T* tdx = arena.take<T>(kSecond ? tile : 0);  // [kKeyTile][kRowTile]: t(dP), then t(dS)
     T* score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);  // [kKeyTile][slots of E]
-    int64_t size;
+    int64_t size = arena.used();
 
     Buffers(const Params& p, char* base, int64_t row_tiles, int64_t accumulated_keys)
-        : params(p), arena(base), row_tiles(row_tiles), accumulated_keys(accumulated_keys) {
-      arena.take_for_each(states, row_tiles, [&](RowState& state) {
-        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        state.query = arena.take<T>(slots_of<F>(kRowTile) * ld_key);
-        state.grad_output_t = arena.take<T>(slots_of<F>(p.value_dim) * kRowTile);
-        state.grad_output = arena.take<T>(slots_of<F>(kRowTile) * ld_value);
-        state.grad_query_t = arena.take<T>(p.head_dim * kRowTile);
-        state.sum_t = arena.take<T>(p.all_chunks_at_once && p.chunks > 1 ? p.head_dim * kRowTile : 0);
-        state.logsumexp = arena.take<Logsumexp<T>>(1);
-        state.delta = arena.take<T>(kRowTile);
-        state.grad_logsumexp = arena.take<T>(kRowTile);
-        state.grad_slopes = arena.take<T>(p.grad_slopes ? kRowTile : 0);
-        state.grad_row_terms = arena.take<T>(gradients_of_terms(p).rows ? columns_of(p, Leaf::row_term) * kRowTile : 0);
-        state.tables = arena.take<T>(size_transposed(p));
-        state.grad_tables = arena.take<T>(size_transposed(p));
-        state.tangent_query_t = arena.take<T>(kSecond ? p.head_dim * kRowTile : 0);
-        state.tangent_query = arena.take<T>(kSecond ? kRowTile * ld_key : 0);
-        state.shift = arena.take<T>(kSecond ? kRowTile : 0);
-        state.shifted_sum = arena.take<T>(kSecond ? kRowTile : 0);
-        state.tangent_delta = arena.take<T>(kSecond ? kRowTile : 0);
-        state.score_query_t = kRoundsScores ? arena.take<T>(slots_of<S>(p.head_dim) * kRowTile) : state.query_t;
-      });
-      size = arena.used();
-    }
+        : params(p), arena(base), row_tiles(row_tiles), accumulated_keys(accumulated_keys) {}
 
     // ds() is multiplied with K and Q. of_mask() is added to the mask's gradient.
     T* ds() const { return kSecond ? tdx : dx; }
@@ -156,7 +141,7 @@ struct Backward {
         rows.template pack_columns<F>(p, p.t.query, p.head_dim, state.tangent_query_t);
         if (p.grad_key.data) finite_rows(p.t.query, state.tangent_query);
       }
-      rows.load_pairs(p, p.tangent_logsumexp, state.shift, state.shifted_sum);
+      rows.load_two_per_row(p, p.tangent_logsumexp, state.shift, state.shifted_sum);
       dot_grad_output(p, b, state, p.tangent_output, p.tangent_residual, state.tangent_delta);
     }
   }
@@ -267,7 +252,7 @@ struct Backward {
     };
     if (want_dx || kSecond) dot_with_grad_output(k.value, b.dx);
     if constexpr (kSecond) {
-      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.bias, b.kept, b.tz,
+      tangent_scores<F>(p, p.t, tile, state.query_t, state.tangent_query_t, k.key, k.tangent_key, b.room, b.kept, b.tz,
                         b.tx);
       if (p.t.value.data)
         dot_with_grad_output(k.tangent_value, b.tdx);
@@ -345,7 +330,7 @@ struct Backward {
     const List& list = kSecond ? *program.tangent_gradient : *program.gradient;
     const Operand* tangent = nullptr;
     if constexpr (kSecond) tangent = &p.t.mask;
-    PairTiles<T> tiles = {b.kept, b.dx, b.tz, b.tdx};
+    PairTiles<T> tiles = {.product = b.kept, .grad = b.dx, .tangent = b.tz, .tangent_grad = b.tdx};
     tiles = with_pairs(p, list.reads_pairs ? list : *program.gradient, tile, tiles, tangent);
     T* const room = room_of_lists(p, tile);
     Evaluation<T> first_order(p, *program.gradient, tile, tiles, room);
@@ -389,13 +374,13 @@ struct Backward {
   }
   static int64_t columns_of(const Params& p, Leaf leaf) { return p.program ? p.program->columns[kind_of(leaf)] : 0; }
 
-  // Adds -sum_j dS_ij |position - j| of the tile to state.grad_slopes.
+  // Adds sum_j dS_ij by_slope(|position - j|) of the tile to state.grad_slopes (score.h).
   static void add_grad_slopes(const Params& p, const Buffers& b, const RowState& state, const ScoreTile<T>& tile) {
-    const Distances<T> distance(p, tile, nullptr);
+    const AlibiTile<T> by_slope(p, tile, nullptr);
     for (int64_t lane = 0; lane < tile.lanes(); lane += W) {
       Vec<T> sum{};
-      for (int64_t j = 0; j < tile.keys.size(); ++j) sum += load<T>(b.ds() + j * kRowTile + lane) * distance(j, lane);
-      store<T>(state.grad_slopes + lane, load<T>(state.grad_slopes + lane) - sum);
+      for (int64_t j = 0; j < tile.keys.size(); ++j) sum += load<T>(b.ds() + j * kRowTile + lane) * by_slope(j, lane);
+      store<T>(state.grad_slopes + lane, load<T>(state.grad_slopes + lane) + sum);
     }
   }
 
@@ -500,7 +485,7 @@ struct Backward {
       }
       const Range keys = common(own.keys, {chunk * p.keys_per_chunk, (chunk + 1) * p.keys_per_chunk});
       const RowTask part(own.n, own.first_head, own.rows, keys);
-      each_visible_tile(p, row_tiles, part.keys_seen(p, row_tiles.positions), b.bias, load, visit);
+      each_visible_tile(p, row_tiles, part.keys_seen(p, row_tiles.positions), b.room, load, visit);
       for (RowState& state : row_tiles) add_tables<T>(p, state.rows, gradients_of_terms(p).tables, in_tables);
       if (has_rows) add_to_rows(p, b, own, row_tiles, chunks, chunk);
     }
@@ -615,9 +600,10 @@ struct Backward {
         state.rows.set(p, at.n, at.head, {row, smaller(row + kRowTile, last)});
         const Range seen = common(visible_keys(sequence, state.rows.positions), {first_key, last_key});
         ScoreTile<T> tile;
-        if (seen.empty() || !tile.set(p, state.rows, {first_key, seen.last}, b.bias)) continue;
+        if (seen.empty() || !tile.set(p, state.rows, {first_key, seen.last}, b.room)) continue;
         load_rows(p, b, state);
         weights(p, b, state, load_keys(p, b, at.n, at.head, tile.keys), tile, true);
+        // With a cap, the mask is added behind it, so its gradient is dS itself.
         if (has_score_mod(p)) differentiate_program(p, b, state, tile, nullptr);
         T* const shares = b.of_mask(p);
         state.rows.fill_empty_lanes(shares, tile.keys.size(), T{0});

@@ -35,7 +35,7 @@ struct Decode {
     const ForwardParams& params;
     Arena arena;
     int64_t ld_value = round_up(params.value_dim, W);
-    Few* few = take_few();
+    Few* few = arena.make<Few>(1, params);
     T* output = arena.take<T>(kRows * ld_value);    // [kRows][Ev]
     T* value = arena.take<T>(kKeyTile * ld_value);  // [kKeyTile][Ev], for rows that cannot be read as they lie
     T* x = arena.take<T>(kRows * kKeyTile);         // [kRows][kKeyTile]: scores, then weights
@@ -44,11 +44,6 @@ struct Decode {
     int64_t size = arena.used();
 
     Buffers(const ForwardParams& p, char* base) : params(p), arena(base) {}
-    Few* take_few() {
-      Few* const rows = arena.take<Few>(1);
-      arena.take_for_each(rows, 1, [&](Few& x) { x.take(params, arena); });
-      return rows;
-    }
   };
 
   static int64_t workspace(const ForwardParams& p) {

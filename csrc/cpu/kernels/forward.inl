@@ -1,7 +1,7 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
 // 2021; Dao et al., FlashAttention, 2022). The kernel keeps a reference m of each row, and the sum l of the row's
 // weights exp(x - m). m is the largest score so far or a little less. If a tile raises m, earlier sums are multiplied
-// by exp(m_old - m_new).
+// by exp(m_old - m_new). Scores, also those of a score_mod, come from scores() (cpu/tiles/scores.inl).
 #pragma once
 
 #include "cpu/kernels/prepacked.inl"
@@ -61,7 +61,7 @@ struct Forward {
     T* weights = F::kWeightsInPlace ? x : arena.take<T>(slots_of<F>(kKeyTile) * kRowTile);
     // As weights: what the weights lost when rounded.
     T* rest = has_rest(params) ? arena.take<T>(slots_of<F>(kKeyTile) * kRowTile) : nullptr;
-    T* bias = arena.take<T>(room_of_tile<T>(params));                         // as x
+    T* room = arena.take<T>(room_of_tile<T>(params));                         // of a ScoreTile
     T* factor = arena.take<T>(params.has_dropout ? kKeyTile * kRowTile : 0);  // as x
     T* key_scale = params.key_scale.data ? arena.take<T>(kKeyTile) : nullptr;
     T* value_scale = params.value_scale.data ? arena.take<T>(kKeyTile) : nullptr;
@@ -327,7 +327,7 @@ struct Forward {
       const auto load_values = b.few_rows ? F::vectors_along_rows : F::along_rows;
       from.value_rows = load_values(from.value, keys.size(), p.value_dim, b.value, b.ld_value);
     };
-    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
+    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.room, load,
                       [&](RowState& state, const ScoreTile<T>& tile) { visit(p, b, state, tile, from); });
     for (RowState& state : rows) finish(p, b, state, to);
   }

@@ -1,7 +1,8 @@
 // The table of one instruction set, and which kernel runs when:
 //
-// - decode: calls with few queries, if no derivatives will be computed and the set has this kernel for the call
-//   (Decode::takes). Reads each key and value once for all queries of a group of heads. Memory limits its speed.
+// - decode: calls with few queries and without score_mod or mask_mod, if no derivatives will be computed and the set
+//   has this kernel for the call (Decode::takes). Reads each key and value once for all queries of a group of heads.
+//   Memory limits its speed.
 // - forward: all other calls (KernelTable::forward). Reads keys and values once for up to 256 rows of a group. Reads a
 //   mask once for each head. If heads share a mask, a byte per tile says which tiles must read the mask (look_at_mask).
 //   Products limit the speed.
@@ -22,7 +23,7 @@
 #include "cpu/kernels/stats.inl"
 #include "cpu/kernels/tangent.inl"
 #include "cpu/kernels/weights.inl"
-#include "cpu/tiles/pairs.inl"
+#include "cpu/tiles/pair_mask.inl"
 
 namespace attn::ATTN_ISA {
 

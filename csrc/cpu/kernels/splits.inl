@@ -63,7 +63,6 @@ class RowNumbers {
   template <class Mask>
   ATTN_INLINE void set(const ForwardParams& p, const Results<T>& to, int64_t lane, const Mask& empty, Vec<T> reference,
                        Vec<T> sum, Vec<T> largest, Vec<T> sink) {
-    constexpr double kLn2 = 0.69314718055994530942;
     const double scale = leaves_products<T>(p) ? p.scale : 1;
     T references[W], sums[W], most[W], logarithms[W], found[W];
     store<T>(references, reference);

@@ -17,12 +17,11 @@ struct LanesOfStatistics {
 
   T *largest, *ones, *rest, *moment;  // [kRowTile]
 
-  void take(Arena& arena) {
-    largest = arena.take<T>(kRowTile);
-    ones = arena.take<T>(kRowTile);
-    rest = arena.take<T>(kRowTile);
-    moment = arena.take<T>(kRowTile);
-  }
+  explicit LanesOfStatistics(Arena& arena)
+      : largest(arena.take<T>(kRowTile)),
+        ones(arena.take<T>(kRowTile)),
+        rest(arena.take<T>(kRowTile)),
+        moment(arena.take<T>(kRowTile)) {}
   void clear(T reference = -kInfinity<T>) const {
     for (int64_t i = 0; i < kRowTile; ++i) largest[i] = reference;
     fill_zero(ones, kRowTile);
@@ -123,6 +122,9 @@ struct Stats {
     RowTile rows;
     T* query_t;  // [slots of E][kRowTile]
     LanesOfStatistics<T> sums;
+
+    RowState(const StatsParams& p, Arena& arena)
+        : query_t(arena.take<T>(slots_of<F>(p.head_dim) * kRowTile)), sums(arena) {}
   };
   struct Buffers {
     const StatsParams& params;
@@ -131,23 +133,17 @@ struct Stats {
     // Pads each row by one cache line, because a column would use only few sets of the cache if the length of a row
     // were a power of two.
     int64_t ld_key = row_of<F>(params.head_dim) + W;
-    RowState* states = arena.take<RowState>(tiles);
+    RowState* states = arena.make<RowState>(tiles, params);
     T* reference = arena.take<T>(kRowTile);  // [kRowTile]
     T* inverse_sum = arena.take<T>(kRowTile);
     T* key = arena.take<T>(params.keys_per_task * ld_key);  // [keys of a task of the second pass][slots of E]
     T* x = arena.take<T>(kKeyTile * kRowTile);              // [kKeyTile][kRowTile]: scores
-    T* bias = arena.take<T>(room_of_tile<T>(params));       // as x
+    T* room = arena.take<T>(room_of_tile<T>(params));       // of a ScoreTile
     // [keys of a task of the second pass][W]: sums of every W-th row
     T* received = arena.take<T>(params.keys_per_task * W);
-    int64_t size;
+    int64_t size = arena.used();
 
-    Buffers(const StatsParams& p, char* base) : params(p), arena(base) {
-      arena.take_for_each(states, tiles, [&](RowState& state) {
-        state.query_t = arena.take<T>(slots_of<F>(p.head_dim) * kRowTile);
-        state.sums.take(arena);
-      });
-      size = arena.used();
-    }
+    Buffers(const StatsParams& p, char* base) : params(p), arena(base) {}
   };
 
   static int64_t workspace(const StatsParams& p) { return Buffers(p, nullptr).size; }
@@ -169,7 +165,7 @@ struct Stats {
     });
     Rows<T> key_rows;
     const auto load = [&](Range keys) { key_rows = load_keys(p, b, own.n, own.first_head, keys, b.key); };
-    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.bias, load,
+    each_visible_tile(p, rows, own.keys_seen(p, rows.positions), b.room, load,
                       [&](const RowState& state, const ScoreTile<T>& tile) {
                         scores<F>(p, tile, state.query_t, key_rows, b.x);
                         state.sums.add(b.x, kRowTile, tile.keys.size(), tile.lanes(), log2_slope<T>(p));
@@ -238,13 +234,13 @@ struct Stats {
       bool has_queries = false;
       each_tile_of_keys(common(own.keys, {0, sequence.keys}), [&](Range keys) {
         ScoreTile<T> tile;
-        if (!tile.set(p, state.rows, keys, b.bias)) return;
+        if (!tile.set(p, state.rows, keys, b.room)) return;
         const int64_t at = keys.first - own.keys.first;
         Rows<T>& key_rows = tiles[at / kKeyTile];
         if (!key_rows.data) key_rows = load_keys(p, b, own.n, own.head, keys, b.key + at * b.ld_key);
         if (!has_queries) {
           state.rows.template pack_columns<F>(p, p.query, p.head_dim, state.query_t);
-          state.rows.load_pairs(p, p.pairs, b.reference, b.inverse_sum);
+          state.rows.load_two_per_row(p, p.pairs, b.reference, b.inverse_sum);
           has_queries = true;
         }
         scores<F>(p, tile, state.query_t, key_rows, b.x);
@@ -311,18 +307,13 @@ struct FewStats {
   }
 
   struct Buffers {
-    Few* few;
-    LanesOfStatistics<T>* sums;
-    int64_t size;
+    const StatsParams& params;
+    Arena arena;
+    Few* few = arena.make<Few>(1, params);
+    LanesOfStatistics<T> sums{arena};
+    int64_t size = arena.used();
 
-    Buffers(const StatsParams& p, char* base) {
-      Arena arena(base);
-      few = arena.take<Few>(1);
-      sums = arena.take<LanesOfStatistics<T>>(1);
-      arena.take_for_each(few, 1, [&](Few& rows) { rows.take(p, arena); });
-      arena.take_for_each(sums, 1, [&](LanesOfStatistics<T>& lanes) { lanes.take(arena); });
-      size = arena.used();
-    }
+    Buffers(const StatsParams& p, char* base) : params(p), arena(base) {}
   };
 
   static int64_t workspace(const StatsParams& p) { return Buffers(p, nullptr).size; }
@@ -343,7 +334,7 @@ struct FewStats {
         for (int64_t j = keys; j < kKeyTile; ++j) x[r * ld + key + j] = -kInfinity<T>;
     }
     auto* partial = static_cast<RowStatistics<T>*>(p.partial) + own.split * number_of_rows(p) + first_row;
-    for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, *b.sums, x + r * ld, visible);
+    for (int64_t r = 0; r < rows.count; ++r) partial[r] = of_row(p, b.sums, x + r * ld, visible);
   }
 
   // Each of kRowTile lanes adds up every kRowTile-th score, relative to the row's largest score.

@@ -54,10 +54,10 @@ struct Tangent {
     T* score_key = arena.take<T>(kRoundsScores ? kKeyTile * ld_score_key : 0);
     T* x = arena.take<T>(kKeyTile * kRowTile);  // [kKeyTile][kRowTile]
     T* tx = arena.take<T>(kKeyTile * kRowTile);
-    T* bias = arena.take<T>(kKeyTile * kRowTile + room_of_tile<T>(params));
+    T* room = arena.take<T>(room_of_tile<T>(params));  // of a ScoreTile
     T* factor = arena.take<T>(params.has_dropout ? kKeyTile * kRowTile : 0);
     // For a soft cap or a score_mod, as x: see scores().
-    T* kept = keeps_scores(params) ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
+    T* kept = needs_kept(params) ? arena.take<T>(kKeyTile * kRowTile) : nullptr;
     int64_t size = arena.used();
 
     Buffers(const TangentParams& p, char* base) : params(p), arena(base) {}
@@ -136,7 +136,7 @@ struct Tangent {
 
     const auto visit = [&](Range keys) {
       ScoreTile<T> tile;
-      if (!tile.set(p, rows, keys, b.bias)) return;
+      if (!tile.set(p, rows, keys, b.room)) return;
       const auto load_tile = [&](const Operand& x, int64_t head, T* to, int64_t ld, int64_t cols) {
         if (x.data) pack_rows<T>(to, ld, block_of(p, x, rows.n, head, keys.first), keys.size(), cols);
       };
@@ -152,7 +152,7 @@ struct Tangent {
         scores<F>(p, tile, b.query_t, {b.key, b.ld_key}, b.x, b.kept);
       }
       tangent_scores<Singles<T>>(p, p.t, tile, b.query_t, b.tangent_query_t, {b.key, b.ld_key},
-                                 {b.tangent_key, b.ld_key}, b.bias, b.kept, nullptr, b.tx);
+                                 {b.tangent_key, b.ld_key}, b.room, b.kept, nullptr, b.tx);
       weights(p, b, tile);
       const auto add_average = [&](const T* value, const T* weights) {
         multiply_transposed<Singles<T>>({p.value_dim, lanes, keys.size()}, {value, b.ld_value}, {weights, kRowTile},

@@ -5,7 +5,6 @@
 
 namespace attn::ATTN_ISA {
 
-constexpr double kLog2E = 1.4426950408889634074, kLn2 = 0.69314718055994530942;
 // ln(2) as two numbers. The first has so few bits that a small whole number times it has no rounding error.
 constexpr double kLn2High = 0x1.62e42fee00000p-1, kLn2Low = 1.90821492927058770002e-10;
 

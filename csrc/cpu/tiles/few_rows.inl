@@ -28,24 +28,20 @@ struct FewRows {
     return !p.program && p.rows() <= most && (p.head_dim >= 32 || p.rows() <= (p.head_dim < W ? 1 : 5));
   }
 
+  const Problem& params;  // for the initialisers below, as `arena`
+  Arena& arena;
   RowTile rows;
   Block masks[kMost];
-  T* query;    // [kMost][E]
-  T* key;      // [kKeyTile][E], for rows that must be packed
-  T* bias;     // [kMost][kKeyTile]
-  T* sums;     // [kAtOnce][W][W]
-  char* copy;  // where key_block() copies keys, and then values
-  int64_t ld_key;
+  int64_t ld_key = round_up(params.head_dim, W);
+  T* query = arena.take<T>(kMost * ld_key);                         // [kMost][E]
+  T* key = arena.take<T>(kKeyTile * ld_key);                        // [kKeyTile][E], for rows that must be packed
+  T* bias = arena.take<T>(params.has_mask ? kMost * kKeyTile : 0);  // [kMost][kKeyTile]
+  T* sums = arena.take<T>(kAtOnce * W * W);                         // [kAtOnce][W][W]
+  // Where key_block() copies keys, and then values.
+  char* copy = arena.take<char>(bytes_of_copy(params, larger(params.head_dim, params.value_dim)));
   const Operand* key_scale;  // null: keys have none
 
-  void take(const Problem& p, Arena& arena) {
-    ld_key = round_up(p.head_dim, W);
-    query = arena.take<T>(kMost * ld_key);
-    key = arena.take<T>(kKeyTile * ld_key);
-    bias = arena.take<T>(p.has_mask ? kMost * kKeyTile : 0);
-    sums = arena.take<T>(kAtOnce * W * W);
-    copy = arena.take<char>(bytes_of_copy(p, larger(p.head_dim, p.value_dim)));
-  }
+  FewRows(const Problem& p, Arena& arena) : params(p), arena(arena) {}
 
   void set(const Problem& p, const RowTask& own, const Operand* scale = nullptr) {
     key_scale = scale;
@@ -378,17 +374,18 @@ struct FewRows {
 
   // Does what add_score_terms() of scores.inl does, but a vector holds neighbouring keys.
   void add_score_terms(const Problem& p, int64_t first, int64_t keys, T* x, int64_t ld) const {
-    const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
+    const auto cap = SoftCap<T>::of(p);
     const auto score = ScoreFunction<T>::of(p);
     const Vec<T> lanes = __builtin_convertvector(lane_numbers<T>(), Vec<T>);
     for (int64_t r = 0; r < rows.count; ++r) {
       const T slope = p.alibi_slopes ? static_cast<const T*>(p.alibi_slopes)[rows.n * p.heads + rows.head[r]] : 0;
+      const T by_slope = Alibi<T>::by_slope(slope);
       const T ahead = static_cast<T>(rows.position[r] + rows.sequence.offset - first);
       for (int64_t j = 0; j < keys; j += W) {
         T* const at = x + r * ld + j;
         Vec<T> y = load<T>(at);
-        y = p.softcap > 0 ? tanh_of_exponent<T>(y * exponent, cap) : score(y);
-        if (p.alibi_slopes) y -= slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
+        y = p.softcap > 0 ? tanh_of_exponent<T>(y * cap.exponent, cap.most) : score(y);
+        if (p.alibi_slopes) y += by_slope * absolute<T>(ahead - static_cast<T>(j) - lanes);
         store<T>(at, y);
       }
     }

@@ -6,6 +6,16 @@
 #include "cpu/simd/transpose.inl"
 
 namespace attn::ATTN_ISA {
+struct Memory {
+  void* at;
+};
+}  // namespace attn::ATTN_ISA
+
+// Makes an object in given memory. The operator of <new> does the same, but the linker might take one copy of it for all
+// instruction sets.
+ATTN_INLINE void* operator new(__SIZE_TYPE__, attn::ATTN_ISA::Memory memory) noexcept { return memory.at; }
+
+namespace attn::ATTN_ISA {
 
 // Hands out 64-byte aligned pieces of the workspace. If the base is null, only adds up their sizes.
 class Arena {
@@ -17,12 +27,18 @@ class Arena {
     used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
     return reinterpret_cast<T*>(piece);
   }
-  // Calls f(object) for `count` objects. f takes memory for the object's pointers. If the base is null, the objects do
-  // not exist, and f gets a temporary object.
-  template <class T, class Function>
-  void take_for_each(T* objects, int64_t count, Function f) {
-    T measured;
-    for (int64_t i = 0; i < count; ++i) f(base_ ? objects[i] : measured);
+  // Makes `count` objects T(params, *this), which take memory for their pointers. If the base is null, makes temporary
+  // objects, which only add up sizes.
+  template <class T>
+  T* make(int64_t count, const auto& params) {
+    static_assert(std::is_trivially_destructible_v<T>);
+    T* const objects = take<T>(count);
+    for (int64_t i = 0; i < count; ++i)
+      if (base_)
+        new (Memory{objects + i}) T(params, *this);
+      else
+        (void)T(params, *this);
+    return objects;
   }
   int64_t used() const { return used_; }
 

@@ -60,7 +60,7 @@ class Evaluation {
       const Leaf leaf = list.leaves[i].leaf;
       T* const numbers = workspace + i * kLeaf;
       leaves_[i] = read(p, list.leaves[i], entry_, head, rows, keys, tiles, numbers);
-      if (has_tables && is_number(leaf))
+      if (has_tables && may_index(leaf))
         indices_[i] = Indices<T>::of(leaf, leaves_[i], rows.size(), keys.size(), indices + i * Indices<T>::kRoom);
     }
     for (int i = 0; i < list.step_count; ++i) {
@@ -315,7 +315,7 @@ class Evaluation {
     const auto each = [&, lanes = lanes_](auto operands, auto f) __attribute__((always_inline)) {
       constexpr int kOperands = decltype(operands)::value;
       const int64_t next_x = x.lanes & W, next_y = y.lanes & W, next_z = z.lanes & W;  // to the next vector
-      const auto each_vector = [&](auto second_is_same) __attribute__((always_inline)) {
+      const auto in_strip = [&](auto second_is_same) __attribute__((always_inline)) {
         const V same = load<T>(y.data);
         for (int64_t j = 0; j < count; ++j) {
           const T *a = x.data + j * x.step, *b = y.data + j * y.step, *c = z.data + j * z.step;
@@ -330,8 +330,8 @@ class Evaluation {
         }
       };
       // Often the second operand is a constant, such as the scale. It stays in a register.
-      if (kOperands > 1 && y.step == 0 && y.lanes == 0) return each_vector(std::true_type());
-      each_vector(std::false_type());
+      if (kOperands > 1 && y.step == 0 && y.lanes == 0) return in_strip(std::true_type());
+      in_strip(std::false_type());
     };
     switch (op) {
 // The lambda is always inlined, because GCC compiles lambdas in templates for the oldest processor.
@@ -363,7 +363,7 @@ class Evaluation {
       if (table.of == TableOf::keys) found.key = terms.row;
       found.table += entry_ * terms.entry + head_ * terms.head + rows_.first * found.row + first_key_ * found.key;
     }
-    if (index < 0 && is_number(list_.leaves[-1 - index].leaf)) found.indices = &indices_[-1 - index];
+    if (index < 0 && may_index(list_.leaves[-1 - index].leaf)) found.indices = &indices_[-1 - index];
     return found;
   }
 

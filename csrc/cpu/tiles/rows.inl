@@ -136,7 +136,7 @@ struct RowTile {
     }
   }
   template <class T>
-  void load_pairs(const Problem& p, const void* pairs, T* high, T* low) const {
+  void load_two_per_row(const Problem& p, const void* pairs, T* high, T* low) const {
     for (int64_t i = 0; i < kRowTile; ++i) {
       const T* pair = static_cast<const T*>(pairs) + 2 * (i < count ? number(p, i) : 0);
       high[i] = i < count ? pair[0] : 0;

@@ -182,37 +182,28 @@ ATTN_INLINE void each_panel_of_keys(const ScoreTile<typename F::Number>& tile, F
   }
 }
 
-// The slopes and distances of ALiBi. Callers add -slope * distance to the scores of a tile, or to their tangents.
+// What ALiBi adds to the scores of a tile (score.h), or to their tangents.
 template <class T>
-struct Distances {
-  T slope[kRowTile];
-  T ahead[kRowTile];  // how far the row is ahead of the tile's first key
+struct AlibiTile {
+  T by_slope[kRowTile];  // of the row's slope
+  T ahead[kRowTile];     // how far the row is ahead of the tile's first key
 
   // `slopes` has a slope for each head. If it is null, every slope is 1.
-  Distances(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
+  AlibiTile(const Problem& p, const ScoreTile<T>& tile, const void* slopes) {
     const RowTile& rows = *tile.rows;
     for (int64_t i = 0; i < tile.lanes(); ++i) {
       const int64_t row = smaller(i, rows.count - 1);
-      slope[i] = slopes ? static_cast<const T*>(slopes)[rows.n * p.heads + rows.head[row]] : 1;
+      by_slope[i] = Alibi<T>::by_slope(slopes ? static_cast<const T*>(slopes)[rows.n * p.heads + rows.head[row]] : 1);
       ahead[i] = static_cast<T>(rows.position[row] + rows.sequence.offset - tile.keys.first);
     }
   }
   ATTN_INLINE Vec<T> operator()(int64_t j, int64_t lane) const {
-    return load<T>(slope + lane) * absolute<T>(load<T>(ahead + lane) - static_cast<T>(j));
+    return load<T>(by_slope + lane) * absolute<T>(load<T>(ahead + lane) - static_cast<T>(j));
   }
 };
 
 // Whether derivatives read what scores() writes to `kept`.
-ATTN_INLINE bool keeps_scores(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
-
-// The factor that turns a product into an argument of tanh_of_exponent(). The factor is finite, because a product of 0
-// must stay 0.
-template <class T>
-ATTN_INLINE T exponent_of_cap(const Problem& p) {
-  constexpr double kMost = sizeof(T) == 4 ? 3e38 : 1e308;
-  const double exponent = 2 * kLog2E * p.scale / p.softcap;
-  return static_cast<T>(exponent > kMost ? kMost : exponent < -kMost ? -kMost : exponent);
-}
+ATTN_INLINE bool needs_kept(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
 
 // Writes the scores of a score_mod to a tile. multiply(addends) writes the products. Writes what derivatives read to
 // `kept`, unless `kept` is null: the second result of PairProgram::keeping, or the products if `keeping` is null.
@@ -238,16 +229,16 @@ void add_score_terms(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) 
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   auto score = ScoreFunction<T>::of(p);
   if (p.softcap > 0) {
-    const T cap = static_cast<T>(p.softcap), exponent = exponent_of_cap<T>(p);
+    const auto cap = SoftCap<T>::of(p);
     each_vector(x, keys, lanes, [&](Vec<T> product, int64_t j, int64_t i) __attribute__((always_inline)) {
-      if (kept) store<T>(kept + j * kRowTile + i, tanh_of_exponent<T>(product * exponent, 1));
-      return tanh_of_exponent<T>(product * exponent, cap);
+      if (kept) store<T>(kept + j * kRowTile + i, tanh_of_exponent<T>(product * cap.exponent, 1));
+      return tanh_of_exponent<T>(product * cap.exponent, cap.most);
     });
     score = ScoreFunction<T>::identity();
   }
   if (!p.alibi_slopes) return;
-  const Distances<T> penalty(p, tile, p.alibi_slopes);
-  each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) - penalty(j, i); });
+  const AlibiTile<T> alibi(p, tile, p.alibi_slopes);
+  each_vector(x, keys, lanes, [&](Vec<T> y, int64_t j, int64_t i) { return score(y) + alibi(j, i); });
 }
 
 // Turns the products of a tile into scores, unless leaves_products() or has_score_terms(). Adds the mask, and always
@@ -311,7 +302,7 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
 // is null.
 template <class F, class T = typename F::Number>
 void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& tile, const T* query_t,
-                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* bias,
+                    const T* tangent_query_t, const Rows<T>& key_rows, const Rows<T>& tangent_key_rows, T* room,
                     const typename F::Number* kept, typename F::Number* tz, T* tx) {
   const int64_t keys = tile.keys.size(), lanes = tile.lanes();
   Store store = Store::set;
@@ -337,12 +328,12 @@ void tangent_scores(const Problem& p, const Tangents& t, const ScoreTile<T>& til
     });
   }
   if (t.alibi_slopes) {
-    const Distances<T> penalty(p, tile, t.alibi_slopes);
-    each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) { return x - penalty(j, i); });
+    const AlibiTile<T> alibi(p, tile, t.alibi_slopes);
+    each_vector(tx, keys, lanes, [&](Vec<T> x, int64_t j, int64_t i) { return x + alibi(j, i); });
   }
   if (!t.mask.data) return;
-  pack_mask<T>(p, t.mask, *tile.rows, tile.keys, bias);
-  each_vector(tx, keys, kRowTile, [&](Vec<T> x, int64_t j, int64_t i) { return x + load<T>(bias + j * kRowTile + i); });
+  pack_mask<T>(p, t.mask, *tile.rows, tile.keys, room);
+  each_vector(tx, keys, kRowTile, [&](Vec<T> x, int64_t j, int64_t i) { return x + load<T>(room + j * kRowTile + i); });
 }
 
 }  // namespace attn::ATTN_ISA

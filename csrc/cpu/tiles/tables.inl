@@ -9,7 +9,7 @@
 namespace attn::ATTN_ISA {
 
 // Whether a leaf may index tables.
-constexpr bool is_number(Leaf leaf) {
+constexpr bool may_index(Leaf leaf) {
   return leaf == Leaf::distance_number || leaf == Leaf::key_number || leaf == Leaf::row_number || leaf == Leaf::key ||
          leaf == Leaf::query;
 }

@@ -557,7 +557,7 @@ struct BackwardMma {
     if constexpr (kNeedsDs) {
       Scores dx = {};  // dP, or dP - delta at once, which saves subtractions
       if constexpr (kOwnsKeys && !kGeneral)
-        each(dx, [&](float& slope, int i, int, int, int, int) { slope = -rows.of_row[i].delta; });
+        each(dx, [&](float& dp, int i, int, int, int, int) { dp = -rows.of_row[i].delta; });
       add_dots<kTiles>(dx, shared.own_dp, own(), other.dp);
       compute_ds(x, dx, rows, kept, hides);
       if constexpr (kSumsMask)
@@ -632,14 +632,13 @@ struct BackwardMma {
   __device__ __forceinline__ void compute_ds(Scores& x, Scores& dx, const Rows& rows, const Kept& kept, bool hides) {
     if constexpr (kGeneral) {
       const float keep_scale = p.has_dropout ? static_cast<float>(p.keep_scale) : 1.f;
-      each(dx,
-           [&](float& slope, int, int, int, int half, int bit) { slope *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
+      each(dx, [&](float& dp, int, int, int, int half, int bit) { dp *= kept[half] >> bit & 1 ? keep_scale : 0.f; });
     }
     if constexpr (!kOwnsKeys || kGeneral)
-      each(dx, [&](float& slope, int i, int, int t, int half, int) { slope -= row_of(rows, i, t, half).delta; });
+      each(dx, [&](float& dp, int i, int, int t, int half, int) { dp -= row_of(rows, i, t, half).delta; });
     if (kGeneral || hides)
-      each(dx, [&](float& slope, int, int, int t, int half, int bit) {
-        if (Fragments::at(x[t], half, bit) == 0) slope = 0;
+      each(dx, [&](float& dp, int, int, int t, int half, int bit) {
+        if (Fragments::at(x[t], half, bit) == 0) dp = 0;
       });
     each(x, [&](float& weight, int, int, int t, int half, int bit) { weight *= Fragments::at(dx[t], half, bit); });
   }

@@ -15,9 +15,10 @@ namespace attn::cuda {
 __device__ __forceinline__ float tanh_of_exponent(float x) {
   return fmaf(-2, reciprocal_approx(exp2_approx(x) + 1), 1);
 }
-// A cap multiplies this error. The caps of models are 20 to 50. With these, the error changes a score by at most
+
+// Turns a product into y = tanh(scaled product / cap), which SoftCap's functions take; changes nothing without a cap. A
+// cap multiplies the error of y. The caps of models are 20 to 50. With these, the error changes a score by at most
 // 2^-15, which is far less than the rounding of weights to 16 bits. Larger caps get tanhf().
-// Turns a product into SoftCap's argument, tanh(scaled product / cap); changes nothing without a cap.
 template <Cap kCap>
 struct Tanh {
   float factor;

@@ -112,7 +112,7 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
   struct Statistics : SavedRow<T> {
     T delta, delta_low;
 
-    __device__ __forceinline__ T less_delta(T slope) const { return (slope - delta) - delta_low; }
+    __device__ __forceinline__ T less_delta(T dp) const { return (dp - delta) - delta_low; }
   };
   struct TangentStatistics {
     Pair<T> logsumexp;  // r and c - r, see cpu/kernels/tangent.inl
@@ -224,9 +224,9 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
     if (capped) this->each(x, [&](T& weight, int row, int k, int) { weight *= this->weight(row, k); });
     this->store_weights(x);
     add_value_dots(x, p.value, shared.base.value, key);
-    this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = this->weight(row, k) * shared.row[row].less_delta(slope * this->factor(kept, bit));
-      slope = attended >> bit & 1 ? product : 0;
+    this->each(x, [&](T& dp, int row, int k, int bit) {
+      const T product = this->weight(row, k) * shared.row[row].less_delta(dp * this->factor(kept, bit));
+      dp = attended >> bit & 1 ? product : 0;
     });
   }
   // Sets x to t(dZ), where t() and a prefix t mean the derivative along the direction p.t:
@@ -257,19 +257,19 @@ struct GradientSimt : ScoresSimt<T, Params, kOf == Gradient::key || kOf == Gradi
       rest(row, k) *= weight;
     });
     add_value_dots(x, p.value, shared.base.value, key);
-    this->each(x, [&](T& slope, int row, int k, int bit) {
+    this->each(x, [&](T& dp, int row, int k, int bit) {
       T& tile = this->weight(row, k);
       const bool attends = attended >> bit & 1;
-      const T ds = shared.row[row].less_delta(slope * this->factor(kept, bit));
-      slope = attends ? tile * ds : 0;
+      const T ds = shared.row[row].less_delta(dp * this->factor(kept, bit));
+      dp = attends ? tile * ds : 0;
       tile = attends ? rest(row, k) * ds : 0;
     });
     on_ds();
     this->store_weights(x);
     add_value_dots(x, p.t.value, shared.tangent_base.value, key);
-    this->each(x, [&](T& slope, int row, int k, int bit) {
-      const T product = rest(row, k) * (slope * this->factor(kept, bit) - shared.tangent.row[row].delta);
-      slope = attended >> bit & 1 ? this->weight(row, k) + product : 0;
+    this->each(x, [&](T& dp, int row, int k, int bit) {
+      const T product = rest(row, k) * (dp * this->factor(kept, bit) - shared.tangent.row[row].delta);
+      dp = attended >> bit & 1 ? this->weight(row, k) + product : 0;
     });
   }
   template <class F>

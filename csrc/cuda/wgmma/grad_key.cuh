@@ -532,6 +532,7 @@ struct GradKeyWgmma : GradKeyTasks<S, kDim, kRows, kStages, kExtra, kOnePass> {
         });
       });
     };
+    // With a mask, larger caps run on mma/: see uses_backward_wgmma().
     if (p.softcap > 0) return read.template operator()<Cap::small, false, true>();
     if (p.alibi_slopes)
       read.template operator()<Cap::none, true, false>();

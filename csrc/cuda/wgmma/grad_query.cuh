@@ -137,7 +137,7 @@ struct GradQueryWgmma : GradQueryTasks<S, kDim, kKeys, kStages, kExtra> {
               [&](int n, int half, uint32_t two) { weigh_two<kCap, kSlopes, kReads>(n, half, two, key); });
         });
       };
-      if (cap != Cap::none)
+      if (cap != Cap::none)  // with a mask, larger caps run on mma/
         read.template operator()<Cap::small, false>();
       else if (p.alibi_slopes)
         read.template operator()<Cap::none, true>();

@@ -28,11 +28,11 @@ int kept_value(const Graph& g, int values, const std::vector<Result>& results) {
   return kNone;
 }
 
-std::shared_ptr<const Compiled> compiled_from(const char* op, const char* name, const std::string& text,
+std::shared_ptr<const Compiled> compiled_from(const char* op_name, const char* name, const std::string& text,
                                               bool rewrites) {
   auto compiled = std::make_shared<Compiled>();
   Graph g(rewrites);
-  const int result = read_text(op, name, text, g, *compiled);
+  const int result = read_text(op_name, name, text, g, *compiled);
   const int values = g.size();
   // Makes a list in which product * scale takes the place of the score. If `kept` is given, the kernel has stored value
   // number `kept` in place of the product, and the leaf `product` stands for this value.
@@ -91,7 +91,7 @@ std::atomic<bool> rewrites_lists{true};
 
 }  // namespace
 
-std::shared_ptr<const Compiled> compile(const char* op, const char* name, const std::string& text) {
+std::shared_ptr<const Compiled> compile(const char* op_name, const char* name, const std::string& text) {
   static std::mutex mutex;
   using Key = std::tuple<std::string, std::string, bool>;
   static std::map<Key, std::shared_ptr<const Compiled>, std::less<>> cache;
@@ -99,7 +99,8 @@ std::shared_ptr<const Compiled> compile(const char* op, const char* name, const 
   const std::tuple<std::string_view, std::string_view, bool> key(name, text, rewrites_lists.load());
   std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = cache.find(key); found != cache.end()) return found->second;
-  auto compiled = compiled_from(op, name, text, std::get<2>(key));  // before the cache changes, because it may throw
+  auto compiled =
+      compiled_from(op_name, name, text, std::get<2>(key));  // before the cache changes, because it may throw
   if (cache.size() == kMost) cache.clear();
   return cache[Key(key)] = std::move(compiled);
 }

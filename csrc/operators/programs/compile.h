@@ -20,7 +20,7 @@ struct Compiled : Reads {
 };
 
 // Compiles the string of argument `name`, "score_mod" or "mask_mod". Throws as read_text() does. Results are cached.
-std::shared_ptr<const Compiled> compile(const char* op, const char* name, const std::string& text);
+std::shared_ptr<const Compiled> compile(const char* op_name, const char* name, const std::string& text);
 
 // The functions of a call. A function that the call lacks is null.
 struct Programs {

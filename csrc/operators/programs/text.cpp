@@ -32,8 +32,13 @@ constexpr Operation kOperations[] = {
 
 class Reader {
  public:
-  Reader(const char* op, const char* name, const std::string& text, Graph& g, Reads& reads)
-      : op_(op), name_(name), is_score_(std::strcmp(name, "score_mod") == 0), stream_(text), g_(g), reads_(reads) {}
+  Reader(const char* op_name, const char* name, const std::string& text, Graph& g, Reads& reads)
+      : op_name_(op_name),
+        name_(name),
+        is_score_(std::strcmp(name, "score_mod") == 0),
+        stream_(text),
+        g_(g),
+        reads_(reads) {}
 
   // Returns the value that the string returns.
   int read() {
@@ -65,7 +70,7 @@ class Reader {
  private:
   template <class... T>
   void check(bool is, const T&... what) const {
-    TORCH_CHECK(is, op_, ": line ", number_, " of ", name_, " is \"", line_, "\"; ", what...);
+    TORCH_CHECK(is, op_name_, ": line ", number_, " of ", name_, " is \"", line_, "\"; ", what...);
   }
   static const char* spelled(char type) {
     return type == 'f' ? "a number" : type == 'i' ? "a whole number" : "a boolean";
@@ -183,7 +188,7 @@ class Reader {
     return kNone;
   }
 
-  const char *op_, *name_;
+  const char *op_name_, *name_;
   const bool is_score_;
   std::istringstream stream_, words_;  // the string, and the line
   std::string line_;
@@ -195,8 +200,8 @@ class Reader {
 
 }  // namespace
 
-int read_text(const char* op, const char* name, const std::string& text, Graph& g, Reads& reads) {
-  return Reader(op, name, text, g, reads).read();
+int read_text(const char* op_name, const char* name, const std::string& text, Graph& g, Reads& reads) {
+  return Reader(op_name, name, text, g, reads).read();
 }
 
 TORCH_LIBRARY_IMPL(attn, CompositeExplicitAutograd, m) {

@@ -21,7 +21,7 @@ struct Reads {
 };
 
 // Reads the string of argument `name`, "score_mod" or "mask_mod", into the graph, and returns the value that the string
-// returns. Throws c10::Error if the string is not valid. The error begins with `op` and names the line.
-int read_text(const char* op, const char* name, const std::string& text, Graph& g, Reads& reads);
+// returns. Throws c10::Error if the string is not valid. The error begins with `op_name` and names the line.
+int read_text(const char* op_name, const char* name, const std::string& text, Graph& g, Reads& reads);
 
 }  // namespace attn
