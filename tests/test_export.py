@@ -246,6 +246,10 @@ def test_symbolic_trace() -> None:
     assert calls.count(torch.ops.attn.sdpa) == 1
     check(traced)
 
+    x = torch.randn(4, 5, 8)
+    with_options = torch.fx.symbolic_trace(lambda x: torch_attn.sdpa(x, x, x, softcap=2.0))
+    assert torch.equal(with_options(x), torch_attn.sdpa(x, x, x, softcap=2.0))
+
 
 def loaded(path: str) -> Any:
     return torch.jit.load(path)

@@ -431,6 +431,16 @@ def test_integers_are_integers(name: str, numbers: Any) -> None:
         torch_attn.sdpa(x, x, x, **{name: numbers})
 
 
+@pytest.mark.parametrize("name", ["temperature", "with_rows", "block_table"])
+@pytest.mark.parametrize("function", ["sdpa_with_logsumexp", "sdpa_with_weights", "sdpa_stats"])
+def test_unknown_options_are_refused(function: str, name: str) -> None:
+    """Also arguments of the operators that these functions lack."""
+    x = torch.randn(2, 4, 5, 8)
+    inputs = (x, x) if function == "sdpa_stats" else (x, x, x)
+    with pytest.raises(TypeError, match=rf"there is no argument {name} here; the options are soft"):
+        getattr(torch_attn, function)(*inputs, **{name: None})
+
+
 def test_lengths_changed_in_place_are_seen() -> None:
     """Autograd sees it for every tensor that a backward needs."""
     x = torch.randn(2, 4, 5, 8, requires_grad=True)

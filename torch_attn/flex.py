@@ -88,10 +88,10 @@ def flex_attention(
 
     It takes the arguments of :func:`torch.nn.attention.flex_attention.flex_attention`, and replaces
     that function on a CPU, where PyTorch's function lacks the derivatives of query, key and value.
-    Nothing is compiled. Each call runs `score_mod` and the mask_mod once. A function that uses
-    nothing but operators and captured numbers, such as ``i >= j``, may run less often, because its
-    operations are remembered. Some parts of these functions depend on both the query and the key.
-    The kernels evaluate such parts inside their tiles. The score of a pair is
+    No machine code is generated. Each call runs `score_mod` and the mask_mod once. A function that
+    uses nothing but operators and captured numbers, such as ``i >= j``, may run less often, because
+    its operations are remembered. Some parts of these functions depend on both the query and the
+    key. The kernels evaluate such parts inside their tiles. The score of a pair is
     ``score_mod(z, b, h, q_idx, kv_idx)``, where ``z = scale <query, key>``. A query does not see a
     key where ``mask_mod(b, h, q_idx, kv_idx)`` is False.
 

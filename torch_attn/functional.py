@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,9 +11,39 @@ from torch.autograd import forward_ad
 
 from torch_attn import _library
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["Stats", "sdpa", "sdpa_stats", "sdpa_with_logsumexp", "sdpa_with_weights"]
 
 _library.load()
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options that every way to call attention has."""
+
+    softcap: float
+    window_size: tuple[int, int]
+    query_offset: Tensor | int | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class StatsOptions(ScoreOptions, total=False):
+    """The options of :func:`sdpa_stats`. They mean the same as for :func:`sdpa`."""
+
+    key_lengths: Tensor | int | None
+
+
+class Options(StatsOptions, total=False):
+    """The options of :func:`sdpa`: its arguments that the built-in lacks."""
+
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
+# Their names, because torch.compile cannot read annotations.
+_OF_STATS, _OF_SDPA = tuple(StatsOptions.__annotations__), tuple(Options.__annotations__)
 
 
 def sdpa(
@@ -167,20 +197,24 @@ def sdpa(
     no_tensors = query_offset is None and key_lengths is None and alibi_slopes is None
     no_tensors = no_tensors and sinks is None and key_scale is None and value_scale is None
     softcap = _number("attn::sdpa", "softcap", softcap)
+    output: Tensor
     if no_tensors and window_size == (-1, -1) and not softcap:
-        output: Tensor = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
+        output = torch.ops.attn.sdpa(*plain, scale=scale, enable_gqa=enable_gqa)
         return output
-    alone: Tensor = torch.ops.attn.attention(
-        *plain,
-        **_converted("attn::sdpa", query, scale, softcap, window_size, query_offset, key_lengths),
-        enable_gqa=enable_gqa,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        with_rows=False,
-    )[0]
-    return alone
+    options: Options = {
+        "softcap": softcap,
+        "window_size": window_size,
+        "query_offset": query_offset,
+        "key_lengths": key_lengths,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+    }
+    own = _as_operators_take("attn::sdpa", query, options, _OF_SDPA)
+    own |= {"scale": scale, "enable_gqa": enable_gqa, "with_rows": False}
+    output = torch.ops.attn.attention(*plain, **own)[0]
+    return output
 
 
 def sdpa_with_logsumexp(
@@ -192,22 +226,15 @@ def sdpa_with_logsumexp(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] = (-1, -1),
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`sdpa`, and the logsumexp and the largest score of every query.
 
-    Arguments, errors, memory and the output are as for :func:`sdpa`. The logsumexp allows a caller
-    to merge results exactly. Let o1 and l1 be the output and the logsumexp over some keys, and o2
-    and l2 the output and the logsumexp over the remaining keys. Then the output over all keys is
-    ``softmax([l1, l2]) @ [o1, o2]``, and the logsumexp is ``log(exp(l1) + exp(l2))``. A z-loss is
-    ``logsumexp.square().mean()``.
+    Arguments, errors, memory and the output are as for :func:`sdpa`. The arguments from `softcap`
+    on are passed by name. The logsumexp allows a caller to merge results exactly. Let o1 and l1 be
+    the output and the logsumexp over some keys, and o2 and l2 the output and the logsumexp over the
+    remaining keys. Then the output over all keys is ``softmax([l1, l2]) @ [o1, o2]``, and the
+    logsumexp is ``log(exp(l1) + exp(l2))``. A z-loss is ``logsumexp.square().mean()``.
 
     Returns:
         Three tensors:
@@ -229,21 +256,8 @@ def sdpa_with_logsumexp(
         >>> bool(torch.allclose((scores - logsumexp[..., None]).exp(), weights, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa", query=query, key=key, value=value)
-    dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
-    options = _converted(
-        "attn::sdpa", query, scale, softcap, window_size, query_offset, key_lengths
-    )
-    return torch.ops.attn.attention(  # type: ignore[no-any-return]
-        *(query, key, value, attn_mask, dropout_p, is_causal),
-        **options,
-        enable_gqa=enable_gqa,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _three("attn::sdpa", torch.ops.attn.attention, plain, options)
 
 
 def sdpa_with_weights(
@@ -255,21 +269,14 @@ def sdpa_with_weights(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] = (-1, -1),
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`sdpa`, and its matrices of weights and scores, to look at or to train on.
 
-    Arguments, errors and the output are as for :func:`sdpa`. The two matrices take memory O(L S).
-    On the CPU a kernel computes the matrices, on other devices PyTorch's own operators. Gradients
-    through the matrices may have any order. On every device, PyTorch's own operators compute these
-    gradients.
+    Arguments, errors and the output are as for :func:`sdpa`. The arguments from `softcap` on are
+    passed by name. The two matrices take memory O(L S). On the CPU a kernel computes the matrices,
+    on other devices PyTorch's own operators. Gradients through the matrices may have any order. On
+    every device, PyTorch's own operators compute these gradients.
 
     Returns:
         Three tensors, all differentiable:
@@ -285,21 +292,8 @@ def sdpa_with_weights(
         >>> bool(torch.allclose(weights @ value, output, atol=1e-6))
         True
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        _refuse_others("attn::sdpa_with_weights", query=query, key=key, value=value)
-    dropout_p = _number("attn::sdpa_with_weights", "dropout_p", dropout_p)
-    options = _converted(
-        "attn::sdpa_with_weights", query, scale, softcap, window_size, query_offset, key_lengths
-    )
-    return torch.ops.attn.sdpa_with_weights(  # type: ignore[no-any-return]
-        *(query, key, value, attn_mask, dropout_p, is_causal),
-        **options,
-        enable_gqa=enable_gqa,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    plain = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _three("attn::sdpa_with_weights", torch.ops.attn.sdpa_with_weights, plain, options)
 
 
 class Stats(NamedTuple):
@@ -340,12 +334,7 @@ def sdpa_stats(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    softcap: float = 0.0,
-    window_size: tuple[int, int] = (-1, -1),
-    query_offset: Tensor | int | None = None,
-    key_lengths: Tensor | int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    **options: Unpack[StatsOptions],
 ) -> Stats:
     """Computes statistics of attention, also for sequences too long to store the weights.
 
@@ -361,8 +350,9 @@ def sdpa_stats(
         is_causal: query i sees keys 0 ... i. If `attn_mask` is given too, both apply.
         scale: factor of the scores, of any sign; None means ``1 / sqrt(E)``.
         enable_gqa: allows Hk to be a divisor of Hq.
-        sinks: as for :func:`sdpa`. Arguments without a line here are also as for :func:`sdpa`. A
-            sink is no score, but it is part of the logsumexp and of the softmax's denominator.
+        softcap, window_size, query_offset, key_lengths, alibi_slopes, sinks: as for :func:`sdpa`,
+            passed by name. A sink is no score, but it is part of the logsumexp and of the softmax's
+            denominator.
 
     Returns:
         :class:`Stats`. The statistics are computed from the scores of :func:`sdpa`. If query and
@@ -405,18 +395,10 @@ def sdpa_stats(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         _refuse_others("attn::sdpa_stats", query=query, key=key)
-    options = _converted(
-        "attn::sdpa_stats", query, scale, softcap, window_size, query_offset, key_lengths
-    )
-    return Stats(
-        *torch.ops.attn.sdpa_stats(
-            *(query, key, attn_mask, is_causal),
-            **options,
-            enable_gqa=enable_gqa,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-        )
-    )
+    scale = None if scale is None else _number("attn::sdpa_stats", "scale", scale)
+    plain = (query, key, attn_mask, is_causal)
+    own = _as_operators_take("attn::sdpa_stats", query, options, _OF_STATS)
+    return Stats(*torch.ops.attn.sdpa_stats(*plain, scale=scale, enable_gqa=enable_gqa, **own))
 
 
 def _refuse_script(operator: str) -> NoReturn:
@@ -436,23 +418,40 @@ for _function, _operator in (
     vars(_function)["__prepare_scriptable__"] = functools.partial(_refuse_script, _operator)
 
 
-def _converted(
-    operator: str,
-    query: Tensor,
-    scale: float | None,
-    softcap: float,
-    window_size: tuple[int, int],
-    query_offset: Tensor | int | None,
-    key_lengths: Tensor | int | None,
+def _three(
+    operator: str, op: Any, plain: tuple[Any, ...], options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls an operator that has three results. `plain`: the arguments of the built-in."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = plain
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        _refuse_others(operator, query=query, key=key, value=value)
+    own = _as_operators_take(operator, query, options, _OF_SDPA)
+    own["scale"] = None if scale is None else _number(operator, "scale", scale)
+    dropout_p = _number(operator, "dropout_p", dropout_p)
+    results: tuple[Tensor, Tensor, Tensor] = op(
+        *(query, key, value, attn_mask, dropout_p, is_causal), enable_gqa=enable_gqa, **own
+    )
+    return results
+
+
+def _as_operators_take(
+    operator: str, query: Tensor, options: Options | StatsOptions, known: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Returns these arguments as the operators take them."""
-    return {
-        "scale": None if scale is None else _number(operator, "scale", scale),
-        "softcap": _number(operator, "softcap", softcap),
-        "window_size": _pair(window_size),
-        "query_offset": _integers("query_offset", query_offset, query),
-        "key_lengths": _integers("key_lengths", key_lengths, query),
-    }
+    """Returns these options as the operators take them. Refuses an option that is not `known`."""
+    own: dict[str, Any] = {**options}
+    for name in own:
+        if name not in known:
+            raise TypeError(
+                f"{operator}: there is no argument {name} here; the options are {', '.join(known)}"
+            )
+    if "softcap" in own:
+        own["softcap"] = _number(operator, "softcap", own["softcap"])
+    if "window_size" in own:
+        own["window_size"] = _pair(own["window_size"])
+    for name in ("query_offset", "key_lengths"):
+        if name in own:
+            own[name] = _integers(name, own[name], query)
+    return own
 
 
 def _pair(window_size: tuple[int, int]) -> list[int]:

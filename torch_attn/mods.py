@@ -63,7 +63,7 @@ def distances(table: Tensor) -> ScoreMod:
     _check_dims("table", table, "[H, 2 R + 1]")
     _check(table.size(1) % 2 == 1, "table", table, "[H, 2 R + 1], with an odd number of columns")
     R = table.size(1) // 2
-    return lambda score, b, h, i, j: score + table[h, (i - j).clamp(-R, R) + R]
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, (q_idx - kv_idx).clamp(-R, R) + R]
 
 
 def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -91,8 +91,8 @@ def t5(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) ->
     )
     _check(max_distance > near, "max_distance", max_distance, f"above {near}, the exact buckets")
 
-    def score_mod(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        ahead = j - i
+    def score_mod(score: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tensor:
+        ahead = kv_idx - q_idx
         distance = ahead.abs() if bidirectional else (-ahead).clamp(min=0)
         far = torch.log(distance.float() / near) / math.log(max_distance / near) * (buckets - near)
         far = (near + far.to(torch.long)).clamp(max=buckets - 1)
@@ -119,7 +119,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
         torch.Size([1, 8, 50, 16])
     """
     _check_dims("slopes", slopes, "[H]")
-    return lambda score, b, h, i, j: score - slopes[h] * (i - j).abs()
+    return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
 
 
 def softcap(cap: float | Tensor) -> ScoreMod:
@@ -136,7 +136,7 @@ def softcap(cap: float | Tensor) -> ScoreMod:
         torch.Size([1, 8, 50, 16])
     """
     _check(isinstance(cap, Tensor) or cap > 0, "cap", cap, "positive")
-    return lambda score, b, h, i, j: cap * torch.tanh(score / cap)
+    return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
 
 
 def transformer_xl(positions: Tensor) -> ScoreMod:
@@ -161,8 +161,8 @@ def transformer_xl(positions: Tensor) -> ScoreMod:
     L = positions.size(2)
     if positions.size(0) == 1:
         shared = positions[0]
-        return lambda score, b, h, i, j: score + shared[h, i, j - i + L - 1]
-    return lambda score, b, h, i, j: score + positions[b, h, i, j - i + L - 1]
+        return lambda score, b, h, q_idx, kv_idx: score + shared[h, q_idx, kv_idx - q_idx + L - 1]
+    return lambda score, b, h, q_idx, kv_idx: score + positions[b, h, q_idx, kv_idx - q_idx + L - 1]
 
 
 def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None = None) -> ScoreMod:
@@ -200,12 +200,12 @@ def deberta(c2p: Tensor | None, p2c: Tensor | None, *, max_distance: int | None 
         far = (log.ceil() + middle).to(torch.long) * distance.sign()
         return torch.where(distance.abs() <= middle, distance, far)
 
-    def score_mod(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
-        place = (bucket(i - j) + R).clamp(0, 2 * R - 1)
+    def score_mod(score: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tensor:
+        place = (bucket(q_idx - kv_idx) + R).clamp(0, 2 * R - 1)
         if c2p is not None:
-            score = score + c2p[b, h, i, place]
+            score = score + c2p[b, h, q_idx, place]
         if p2c is not None:
-            score = score + p2c[b, h, j, place]
+            score = score + p2c[b, h, kv_idx, place]
         return score
 
     return score_mod
@@ -228,7 +228,9 @@ def two_axes(rel_h: Tensor, rel_w: Tensor) -> ScoreMod:
     _check_dims("rel_h", rel_h, "[B, H, L, height]")
     _check_dims("rel_w", rel_w, "[B, H, L, width]")
     width = rel_w.size(3)
-    return lambda score, b, h, i, j: score + rel_h[b, h, i, j // width] + rel_w[b, h, i, j % width]
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + rel_h[b, h, q_idx, kv_idx // width] + rel_w[b, h, q_idx, kv_idx % width]
+    )
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -259,7 +261,7 @@ def sliding_window(left: int, right: int = 0) -> MaskMod:
     """
     _check(left >= 0, "left", left, "0 or more")
     _check(right >= 0, "right", right, "0 or more")
-    return lambda b, h, i, j: (i - j <= left) & (j - i <= right)
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
 
 
 def both(first: MaskMod, *others: MaskMod) -> MaskMod:
@@ -272,7 +274,9 @@ def both(first: MaskMod, *others: MaskMod) -> MaskMod:
         torch.Size([1, 8, 50, 16])
     """
     masks = (first, *others)
-    return lambda b, h, i, j: functools.reduce(operator.and_, (mask(b, h, i, j) for mask in masks))
+    return lambda b, h, q_idx, kv_idx: functools.reduce(
+        operator.and_, (mask(b, h, q_idx, kv_idx) for mask in masks)
+    )
 
 
 def documents(ids: Tensor) -> MaskMod:
@@ -289,8 +293,8 @@ def documents(ids: Tensor) -> MaskMod:
     """
     _check_dims("ids", ids, "[L]", "[B, L]")
     if ids.dim() == 1:
-        return lambda b, h, i, j: ids[i] == ids[j]
-    return lambda b, h, i, j: ids[b, i] == ids[b, j]
+        return lambda b, h, q_idx, kv_idx: ids[q_idx] == ids[kv_idx]
+    return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
 
 
 def prefix(lengths: Tensor) -> MaskMod:
@@ -306,7 +310,7 @@ def prefix(lengths: Tensor) -> MaskMod:
         torch.Size([2, 8, 50, 16])
     """
     _check_dims("lengths", lengths, "[B]")
-    return lambda b, h, i, j: (i >= j) | (j < lengths[b])
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < lengths[b])
 
 
 def neighbourhood(
@@ -362,11 +366,11 @@ def neighbourhood(
         )
         _check(1 <= s <= size, "stride", stride, f"between 1 and the window, which is {window}")
 
-    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Tensor:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tensor:
         visible: list[Tensor] = []
         for n, w, s, d, c in along[::-1]:
-            row, column = i % n, j % n
-            i, j = i // n, j // n
+            row, column = q_idx % n, kv_idx % n
+            q_idx, kv_idx = q_idx // n, kv_idx // n
             if d > 1:
                 visible.append(row % d == column % d)
             # The place among the tokens at multiples of the dilation, and the last place there.
@@ -381,7 +385,7 @@ def neighbourhood(
                     least = torch.minimum((leader - w // 2).clamp(min=0), last - w + 1)
                     visible.append(column < least + w)
                 visible.append(column >= least)
-        shown: Tensor = functools.reduce(operator.and_, visible or [i == i])
+        shown: Tensor = functools.reduce(operator.and_, visible or [q_idx == q_idx])
         return shown
 
     return mask_mod

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from torch_attn.functional import _check_whole, _integers, _number, _pair, _refuse_others
+from torch_attn.functional import (
+    ScoreOptions,
+    _check_whole,
+    _integers,
+    _number,
+    _pair,
+    _refuse_others,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -23,6 +33,20 @@ class AuxRequest(NamedTuple):
     lse: bool = False
 
 
+class VarlenOptions(ScoreOptions, total=False):
+    """The arguments of :func:`varlen_attn` from `scale` on."""
+
+    scale: float | None
+    enable_gqa: bool
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+    num_splits: int | None
+    dropout_p: float
+    attn_mask: Tensor | None
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+
+
 @overload
 def varlen_attn(
     query: Tensor,
@@ -34,20 +58,7 @@ def varlen_attn(
     max_k: int,
     *,
     return_aux: None = ...,
-    scale: float | None = ...,
-    window_size: tuple[int, int] = ...,
-    enable_gqa: bool = ...,
-    seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    num_splits: int | None = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    query_offset: Tensor | int | None = ...,
-    dropout_p: float = ...,
-    attn_mask: Tensor | None = ...,
-    key_scale: Tensor | None = ...,
-    value_scale: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -62,20 +73,7 @@ def varlen_attn(
     max_k: int,
     *,
     return_aux: AuxRequest,
-    scale: float | None = ...,
-    window_size: tuple[int, int] = ...,
-    enable_gqa: bool = ...,
-    seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    num_splits: int | None = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    query_offset: Tensor | int | None = ...,
-    dropout_p: float = ...,
-    attn_mask: Tensor | None = ...,
-    key_scale: Tensor | None = ...,
-    value_scale: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
