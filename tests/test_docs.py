@@ -160,10 +160,6 @@ def test_messages_of_the_builtin() -> None:
                 call()
 
 
-def test_lengths_of_the_readme() -> None:
-    assert README.read_text().count("\n") <= 220
-
-
 @pytest.mark.slow  # reads all docstrings
 def test_reference(tmp_path: Path) -> None:
     """What `make docs` makes, without a warning; it has every public name."""
