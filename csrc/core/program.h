@@ -94,13 +94,8 @@ struct List {
   int lookups;
   bool reads_pairs;    // pair_term or pair_tangent
   bool reads_product;  // or the value that `keeping` stored
-  // How many of the steps after the uniform ones products may do. The first of them reads the product, and each further
-  // step reads the result of the step before. No other step reads these values, or writes to their slots. Each step
-  // computes x + z, x - z, x * y + z or x * y - z, where y is uniform, or adds x * y to a lookup.
-  int in_product;
-  bool is_wide;  // whether whole numbers need 64 bits; else they need 32
+  bool is_wide;        // whether whole numbers need 64 bits; else they need 32
 };
-constexpr int kMostInProduct = 4;
 
 // One tensor of leaves, [batch, heads, n, columns], where n is L, S or L + S - 1. Its dtype is the compute dtype, or
 // int32 if the leaves are whole numbers. Strides count elements, and are 0 where the tensor is broadcast.

@@ -23,16 +23,6 @@ struct Rows {
   int64_t ld;
 };
 
-// Numbers of the pairs of a tile. Number (j, lane) is at data[j * step + (lane & lanes)].
-template <class T>
-struct Values {
-  const T* data;
-  int64_t step;
-  int64_t lanes;  // all bits, or 0 if all lanes are the same
-
-  Values from(int64_t j, int64_t lane) const { return {data + j * step + (lane & lanes), step, lanes}; }
-};
-
 // What a format offers. Functions named pack_... always pack. The other functions pack a block only if it cannot be
 // used in place, because it has another dtype or a column stride, or because its rows are so far apart that a column
 // would use only few sets of the cache. A block has `rows` x `cols` numbers. The rows of `tile` are `ld` slots apart.

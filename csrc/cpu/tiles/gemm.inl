@@ -9,31 +9,9 @@
 // error of long sums low.
 #pragma once
 
-#include "core/program.h"
 #include "cpu/tiles/formats.inl"
 
 namespace attn::ATTN_ISA {
-
-// What a product does with its sums at the end. One addend after the other turns each sum x, of row j and column
-// `lane`, into factor * x + values(j, lane), or into factor * x - values(j, lane) if `is_negative`.
-template <class T>
-struct Addends {
-  struct Addend {
-    Values<T> values;
-    T factor;
-    bool is_negative;
-  };
-  Addend list[kMostInProduct];
-  int count;
-
-  Addends() : count(0) {}  // leaves `list` as it is
-  ATTN_INLINE Addends from(int64_t j, int64_t lane) const {
-    Addends moved;
-    for (; moved.count < count; ++moved.count)
-      (moved.list[moved.count] = list[moved.count]).values = list[moved.count].values.from(j, lane);
-    return moved;
-  }
-};
 
 template <class F>
 struct Gemm {
@@ -49,8 +27,7 @@ struct Gemm {
   }
 
   template <int M, int N, bool kTransposed>
-  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
-                   const Addends<T>* addends, int64_t first, int64_t lane) {
+  static void tile(int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
     Vec<T> sum[M][N] = {};
     const auto step = [&](int64_t k, auto is_first) {
       Vec<T> row[N];
@@ -70,30 +47,6 @@ struct Gemm {
     if constexpr (kRegisters == 16) step(k++, std::true_type());
 #pragma GCC unroll 4
     for (; k < K; ++k) step(k, std::false_type());
-    if (addends && accumulate) {
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[m][n] += load<T>(c + m * ldc + n * kLanes<T>);
-      accumulate = false;
-    }
-    for (int i = 0; addends && i < addends->count; ++i) {
-      const auto& [values, factor, is_negative] = addends->list[i];
-      const Vec<UInt<T>> sign = bit_cast<Vec<UInt<T>>>(splat<T>(is_negative ? T{-0.0} : T{0}));
-      const T* added = values.from(first, lane).data;
-      const int64_t next = values.lanes & kLanes<T>;
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          const Vec<T> found =
-              bit_cast<Vec<T>>(load<UInt<T>>(reinterpret_cast<const UInt<T>*>(added + n * next)) ^ sign);
-          sum[m][n] = sum[m][n] * factor + found;
-        }
-        added += values.step;
-        asm("" : "+r"(added));  // as below
-      }
-    }
     T* row = c;
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -110,18 +63,17 @@ struct Gemm {
   // Calls tile() for `rows` rows. This number is 1 to M, and known only at run time.
   template <int M, int N, bool kTransposed>
   static ATTN_INLINE void tile_of(int rows, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc, bool accumulate, const Addends<T>* addends, int64_t first,
-                                  int64_t lane) {
+                                  int64_t ldc, bool accumulate) {
     if (rows == M) {
-      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate, addends, first, lane);
+      tile<M, N, kTransposed>(K, a, lda, b, ldb, c, ldc, accumulate);
     } else if constexpr (M > 1) {
-      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate, addends, first, lane);
+      tile_of<M - 1, N, kTransposed>(rows, K, a, lda, b, ldb, c, ldc, accumulate);
     }
   }
 
   template <int N, bool kTransposed, class Between>
   static void columns(int64_t M, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                      bool accumulate, const Addends<T>& addends, int64_t lane, Between& between) {
+                      bool accumulate, Between& between) {
     constexpr int kMax = max_rows(N);
     for (int64_t k = 0; k < K; k += kDepth) {
       const int64_t depth = smaller(kDepth, K - k);
@@ -129,8 +81,7 @@ struct Gemm {
       for (int64_t m = 0; m < M; --blocks) {
         const int rows = static_cast<int>(divide_up(M - m, blocks));  // blocks of equal height, not 6, 6, ..., 1
         tile_of<kMax, N, kTransposed>(rows, depth, a + (kTransposed ? k * lda + m : m * lda + k), lda, b + k * ldb, ldb,
-                                      c + m * ldc, ldc, accumulate || k > 0,
-                                      k + depth == K && addends.count > 0 ? &addends : nullptr, m, lane);
+                                      c + m * ldc, ldc, accumulate || k > 0);
         m += rows;
         between();
       }
@@ -140,7 +91,7 @@ struct Gemm {
   // Calls between() after each register tile.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool accumulate, const Addends<T>& addends, Between& between) {
+                  bool accumulate, Between& between) {
     constexpr int W = kLanes<T>;
     if (K == 0) {
       for (int64_t m = 0; m < M && !accumulate; ++m)
@@ -149,12 +100,12 @@ struct Gemm {
     }
     int64_t n = 0;
     for (; n + kMaxColumns * W <= N; n += kMaxColumns * W)
-      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
+      columns<kMaxColumns, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     const int64_t left = (N - n) / W;
-    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
+    if (left == 1) columns<1, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     if constexpr (kMaxColumns == 4) {
-      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
-      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, addends, n, between);
+      if (left == 2) columns<2, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
+      if (left == 3) columns<3, kTransposed>(M, K, a, lda, b + n, ldb, c + n, ldc, accumulate, between);
     }
   }
 };
@@ -206,20 +157,19 @@ class RowsAhead {
   int64_t lines_ = 0;  // prefetched after each tile
 };
 
-// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile. There
-// may be addends only if there are slots, and if the format does not use the tiles of the processor.
+// C = A B or C += A B. The rows of C are `ld` numbers apart. Calls between() about once for each register tile.
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
-              Between& between = kNothingBetween, const Addends<T>& addends = {}) {
+              Between& between = kNothingBetween) {
   Gemm<F>::template run<false>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
-                               addends, between);
+                               between);
 }
 // Does what multiply() does, for an A that is stored transposed, as A' (formats.inl).
 template <class F, class T = typename F::Number, class Between = const decltype(kNothingBetween)>
 void multiply_transposed(Extents x, const Rows<T>& a, const Rows<T>& b, T* c, int64_t ld, Store store,
                          Between& between = kNothingBetween) {
   Gemm<F>::template run<true>(x.rows, x.columns, x.slots, a.data, a.ld, b.data, b.ld, c, ld, store == Store::add,
-                              Addends<T>(), between);
+                              between);
 }
 
 }  // namespace attn::ATTN_ISA

@@ -105,10 +105,10 @@ struct Gemm<Tiles<kSummands>> {
   }
 
   // Does what run() of gemm.inl does. But K must be a whole number of steps, and A(m, k) is a[m * lda + k], whatever
-  // kTransposed is. There are no addends.
+  // kTransposed is.
   template <bool kTransposed, class Between>
   static void run(int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, bool accumulate, const Addends<float>&, Between& between) {
+                  int64_t ldc, bool accumulate, Between& between) {
     for (int64_t n = 0; n < N; n += 2 * kTile)
       for (int64_t m = 0; m < M; m += 2 * kTile) {
         const bool two_rows = M - m > kTile, two_columns = N - n > kTile;

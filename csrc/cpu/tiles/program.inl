@@ -4,7 +4,6 @@
 // each operation in float32, stay in the L1 cache.
 #pragma once
 
-#include "cpu/tiles/gemm.inl"
 #include "cpu/tiles/tables.inl"
 
 namespace attn::ATTN_ISA {
@@ -75,29 +74,12 @@ class Evaluation {
     lanes_ = lanes;
   }
 
-  // Returns the first steps of the list, as many as the products of the tile can do. After this call, run() leaves
-  // these steps out, and reads their result from `products`.
-  Addends<T> addends(T* products) {
-    Addends<T> found;
-    for (; found.count < list_.in_product; ++found.count) {
-      const Step& step = list_.steps[list_.uniform_slots + found.count];
-      const bool looks_up = step.op == Op::lookup, multiplies = step.op != Op::add && step.op != Op::sub;
-      const Values<T> z = looks_up ? lookups_[step.lookup] : at(step.from[multiplies ? 2 : 1]);
-      if (!z.data) break;
-      const T factor = multiplies ? *at(step.from[looks_up ? 2 : 1]).data : T{1};
-      found.list[found.count] = {z, factor, step.op == Op::fms || step.op == Op::sub};
-    }
-    products_ = products;
-    done_ = found.count;
-    return found;
-  }
-
   // Evaluates keys [first, first + count) of the tile. Writes the last operation's result to `to`, and the list's
   // second result to `kept`, unless these pointers are null.
   void run(int64_t first, int64_t count, T* to = nullptr, T* kept = nullptr) {
     first_ = first;
     kept_ = kept;
-    for (int i = list_.uniform_slots + done_; i < list_.step_count; ++i)
+    for (int i = list_.uniform_slots; i < list_.step_count; ++i)
       apply(i, count, i + 1 == list_.step_count ? to : nullptr);
   }
 
@@ -199,7 +181,6 @@ class Evaluation {
   }
   T* slot(int16_t n) const {
     if (kept_ && n == list_.results[1].from) return kept_;
-    if (done_ > 0 && n == list_.steps[list_.uniform_slots + done_ - 1].to) return products_ + first_ * kRowTile;
     return slots_ + n * kSlot;
   }
   const Terms& terms_of(const Step& step) const {
@@ -507,9 +488,6 @@ class Evaluation {
   T* grad_tables_;
   int64_t first_ = 0;
   T* kept_ = nullptr;
-  // The number of steps that products have done, and the tile of these products: see addends().
-  int done_ = 0;
-  T* products_ = nullptr;
 };
 
 // The room for all lists of a problem, in numbers. The room is larger than the lists need, because add_diagonals()

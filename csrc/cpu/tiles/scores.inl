@@ -205,11 +205,10 @@ struct AlibiTile {
 // Whether derivatives read what scores() writes to `kept`.
 ATTN_INLINE bool needs_kept(const Problem& p) { return p.softcap > 0 || has_score_mod(p); }
 
-// Writes the scores of a score_mod to a tile. multiply(addends) writes the products. Writes what derivatives read to
-// `kept`, unless `kept` is null: the second result of PairProgram::keeping, or the products if `keeping` is null.
-template <class T, class Multiply>
-void scores_of_program(const Problem& p, const ScoreTile<T>& tile, bool takes_addends, T* x, T* kept,
-                       Multiply multiply) {
+// Turns the products of a tile into the scores of a score_mod. Writes what derivatives read to `kept`, unless `kept` is
+// null: the second result of PairProgram::keeping, or the products if `keeping` is null.
+template <class T>
+void scores_of_program(const Problem& p, const ScoreTile<T>& tile, T* x, T* kept) {
   const PairProgram& program = *p.program;
   const bool keeps = kept && program.keeping;
   const List* const derivatives[] = {program.gradient, program.tangent, program.tangent_gradient};
@@ -217,7 +216,6 @@ void scores_of_program(const Problem& p, const ScoreTile<T>& tile, bool takes_ad
   for (const List* list : derivatives) keeps_product |= kept && !keeps && list && list->reads_product;
   const List& list = keeps ? *program.keeping : *program.score;
   Evaluation<T> pairs(p, list, tile, with_pairs<T>(p, list, tile, {.product = x}, nullptr), room_of_lists(p, tile));
-  multiply(takes_addends && !keeps_product ? pairs.addends(x) : Addends<T>());
   if (keeps_product) __builtin_memcpy(kept, x, static_cast<size_t>(tile.keys.size() * kRowTile) * sizeof(T));
   evaluate<T>(list, pairs, tile.keys.size(), x, keeps ? kept : nullptr);
 }
@@ -277,17 +275,13 @@ void scores(const Problem& p, const ScoreTile<T>& tile, const T* query_t, const 
     between();
     tables();
   };
-  const auto products = [&](const Addends<T>& addends) {
-    each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
-      multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
-                  {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, ask,
-                  addends.from(seen.first, lane));
-    });
-  };
+  each_panel_of_lanes<F>(tile, [&](int64_t lane, int64_t count, Range seen) {
+    multiply<F>({seen.size(), count, slots_of<F>(p.head_dim)}, rows_from(key_rows, seen.first),
+                {query_t + lane, kRowTile}, x + seen.first * kRowTile + lane, kRowTile, Store::set, ask);
+  });
   if (has_score_mod(p)) {
-    scores_of_program<T>(p, tile, !F::kTiles && p.head_dim > 0, x, kept, products);
+    scores_of_program<T>(p, tile, x, kept);
   } else {
-    products({});
     if (key_scale)
       each_vector(x, tile.keys.size(), tile.lanes(),
                   [&](Vec<T> product, int64_t j, int64_t) { return product * key_scale[j]; });

@@ -12,6 +12,14 @@ namespace attn::ATTN_ISA {
 
 constexpr int64_t kStrip = 16;
 
+// Numbers of the pairs of a tile, or of a strip. Number (j, lane) is at data[j * step + (lane & lanes)].
+template <class T>
+struct Values {
+  const T* data;
+  int64_t step;
+  int64_t lanes;  // all bits, or 0 if all lanes are the same
+};
+
 // whole() reinterprets numbers as signed integers of the same size, and bits() as unsigned integers. as_number() does
 // the reverse. Unsigned integers wrap around, as PyTorch's integers do.
 template <class T>

@@ -8,12 +8,12 @@ namespace {
 
 bool looks_up(Op op) { return op == Op::lookup || op == Op::lookup_tangent; }
 
-// Each of the first four functions is a pass, and makes an array with an element for every value of the graph. A pass
+// Each of the first three functions is a pass, and makes an array with an element for every value of the graph. A pass
 // reads the arrays of the passes before it.
 class Scheduler {
  public:
   Scheduler(Graph& g, const std::vector<Result>& results)
-      : g_(g), one_(g.number(1)), nothing_(g.number(-0.0)), product_(g.leaf('f', {Leaf::product})), results_(results) {
+      : g_(g), one_(g.number(1)), nothing_(g.number(-0.0)), results_(results) {
     for (int n = 0; n < g.size(); ++n) {
       Graph::Value v = g[n];
       if (looks_up(v.op)) v.from = {v.from[0], one_, nothing_};
@@ -21,7 +21,6 @@ class Scheduler {
       values_.push_back(v);
     }
     readers_.resize(g.size());
-    in_product_.resize(g.size());
     source_.resize(g.size());
   }
 
@@ -48,21 +47,8 @@ class Scheduler {
       }
   }
 
-  // Finds the steps that products may do (List::in_product), and puts the operand that they read first.
-  void move_into_products() {
-    int before = product_, count = 0;
-    for (int n = 0; n < g_.size() && count < kMostInProduct; ++n) {
-      if (!is_step(n) || g_.is_uniform(n)) continue;
-      if (!fits_product(n, before)) return;
-      g_.note(kInProduct);
-      in_product_[n] = true;
-      before = n;
-      ++count;
-    }
-  }
-
   // Finds where steps read each value (Step::from): a leaf or a slot. A slot is free again after the last reader of its
-  // value, except the slots of uniform values, and of steps that products do.
+  // value, except the slots of uniform values.
   void assign_slots() {
     for (int n = 0; n < g_.size(); ++n)
       if (readers_[n] > 0 && values_[n].op == Op::leaf) {
@@ -78,7 +64,7 @@ class Scheduler {
       if (!is_step(n) || g_.is_uniform(n)) continue;
       for (const int operand : values_[n].from) {
         if (operand == kNone || --readers_left[operand] > 0) continue;
-        if (is_step(operand) && !g_.is_uniform(operand) && !in_product_[operand]) free.push_back(source_[operand]);
+        if (is_step(operand) && !g_.is_uniform(operand)) free.push_back(source_[operand]);
       }
       if (free.empty()) free.push_back(static_cast<int16_t>(list_.slots++));
       source_[n] = free.back();
@@ -89,7 +75,6 @@ class Scheduler {
   OwnList list(bool is_wide) {
     add_steps(/*uniform=*/true);
     add_steps(/*uniform=*/false);
-    list_.in_product = static_cast<int>(std::ranges::count(in_product_, true));
     for (const auto& [n, of, index] : results_) {
       list_.own_results.push_back({source_[n], of});
       if (index == kNone) continue;
@@ -157,18 +142,6 @@ class Scheduler {
 
   bool is_step(int n) const { return readers_[n] > 0 && values_[n].op != Op::leaf; }
 
-  // Whether products may do step n. `before` is the product, or the step before, which products do. A step that reads
-  // `before` gets it as its first operand, if the order of the operands is free.
-  bool fits_product(int n, int before) {
-    Graph::Value& v = values_[n];
-    const bool is_lookup = v.op == Op::lookup, multiplies = is_lookup || v.op == Op::fma || v.op == Op::fms;
-    if (v.op == Op::add && v.from[1] == before) std::swap(v.from[0], v.from[1]);
-    if (is_lookup && v.from[2] == before) std::swap(v.from[1], v.from[2]);
-    const int x = is_lookup ? 1 : 0;
-    if (readers_[before] != 1 || v.from[x] != before || (multiplies && !g_.is_uniform(v.from[x + 1]))) return false;
-    return multiplies || v.op == Op::add || v.op == Op::sub;
-  }
-
   void add_steps(bool uniform) {
     for (int n = 0; n < g_.size(); ++n) {
       if (!is_step(n) || g_.is_uniform(n) != uniform) continue;
@@ -196,11 +169,10 @@ class Scheduler {
   }
 
   Graph& g_;
-  const int one_, nothing_, product_;  // leaves: 1, -0 and the product
+  const int one_, nothing_;  // leaves: 1 and -0
   const std::vector<Result>& results_;
   std::vector<Graph::Value> values_;  // of the graph, with fused operations in place of some
   std::vector<int> readers_;
-  std::vector<bool> in_product_;
   std::vector<int16_t> source_;
   OwnList list_;
 };
@@ -213,7 +185,6 @@ OwnList schedule(Graph& g, const std::vector<Result>& results, bool is_wide) {
   if (g.rewrites()) {
     scheduler.fuse();
     scheduler.count_readers();
-    scheduler.move_into_products();
   }
   scheduler.assign_slots();
   return scheduler.list(is_wide);

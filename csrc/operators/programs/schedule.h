@@ -25,11 +25,10 @@ struct Result {
 };
 
 // Two operations become one if the second is the only one that reads the result of the first.
-constexpr const char* kFuseLookup = "lookup + x * y";    // also lookup + x
-constexpr const char* kFuseProduct = "x * y + z";        // also x * y - z and z - x * y
-constexpr const char* kFuseTanh = "u * tanh(v * x)";     // also with u alone, or v alone; both are moderate
-constexpr const char* kInProduct = "steps in products";  // List::in_product
-constexpr const char* kFusions[] = {kFuseLookup, kFuseProduct, kFuseTanh, kInProduct};
+constexpr const char* kFuseLookup = "lookup + x * y";  // also lookup + x
+constexpr const char* kFuseProduct = "x * y + z";      // also x * y - z and z - x * y
+constexpr const char* kFuseTanh = "u * tanh(v * x)";   // also with u alone, or v alone; both are moderate
+constexpr const char* kFusions[] = {kFuseLookup, kFuseProduct, kFuseTanh};
 
 // Returns the operations that `results` need, in order.
 OwnList schedule(Graph& g, const std::vector<Result>& results, bool is_wide);
