@@ -11,8 +11,8 @@ struct Memory {
 };
 }  // namespace attn::ATTN_ISA
 
-// Makes an object in given memory. The operator of <new> does the same, but the linker might take one copy of it for all
-// instruction sets.
+// Makes an object in given memory. The operator of <new> does the same, but the linker might take one copy of it for
+// all instruction sets.
 ATTN_INLINE void* operator new(__SIZE_TYPE__, attn::ATTN_ISA::Memory memory) noexcept { return memory.at; }
 
 namespace attn::ATTN_ISA {
