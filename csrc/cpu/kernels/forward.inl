@@ -1,7 +1,7 @@
 // O = softmax(scale Q K^T + mask) V, tile by tile with the online softmax (Milakov & Gimelshein, 2018; Rabe & Staats,
 // 2021; Dao et al., FlashAttention, 2022). The kernel keeps a reference m of each row, and the sum l of the row's
 // weights exp(x - m). m is the largest score so far or a little less. If a tile raises m, earlier sums are multiplied
-// by exp(m_old - m_new). Scores, also those of a score_mod, come from scores() (cpu/tiles/scores.inl).
+// by exp(m_old - m_new). scores() (cpu/tiles/scores.inl) computes the scores, with a score_mod, too.
 #pragma once
 
 #include "cpu/kernels/prepacked.inl"
