@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
+import faulthandler
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ IMPORTED = ["pytest", "torch_attn", "torch.distributed.tensor", "torch.testing"]
 
 
 def join(rank: int, world: int, rendezvous: str) -> None:
+    faulthandler.enable()  # a process that ends abruptly says where
     torch.set_num_threads(1)
     dist.init_process_group(
         *("gloo", f"file://{rendezvous}", datetime.timedelta(seconds=30)),

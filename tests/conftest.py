@@ -114,12 +114,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 # Every test is in one of them.
 TIERS = {
     "quick": "one case of each test, instruction set and dtype; all of those marked regression",
-    "rest": "the other cases",
+    "rest": "the other cases, without those of the instruction set default",
     "slow": "what is marked slow: it compiles variants, runs whole programs, or trains",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-tools",
+        action="store_true",
+        help="a test that is skipped for lack of a tool, other than a GPU and its, fails",
+    )
     tiers = "; ".join(f"{name}: {what}" for name, what in TIERS.items())
     parser.addoption(
         "--tiers", default=",".join(TIERS), help=f"those to run, with commas between ({tiers})"
@@ -128,8 +133,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         default="1/1",
         metavar="K/N",
-        help="of the tiers rest and slow only share K of N: runs with N successive K have all once",
+        help="of the tier slow only share K of N: runs with N successive K have all of it once",
     )
+
+
+# What the machine of a run with --all-tools may lack.
+MAY_LACK = "no GPU|no CUDA|two GPUs|compute-sanitizer|nvcc|CUDA toolkit|of GPU memory"
+
+
+def _with_its_tools(config: pytest.Config, report: Any) -> Any:
+    """Makes a failure of a test that is skipped, if --all-tools forbids its reason."""
+    is_skipped = report.outcome == "skipped" and not hasattr(report, "wasxfail")
+    if is_skipped and config.getoption("--all-tools"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not re.search(MAY_LACK, reason):
+            report.outcome, report.longrepr = "failed", f"{reason} (--all-tools forbids this skip)"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    return _with_its_tools(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    return _with_its_tools(collector.config, (yield))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says what a green run did not test; pytest itself tells of skipped tests."""
+    isa = Path(__file__).parents[1] / "csrc/cpu/isa"
+    lacks = {path.stem for path in isa.glob("*.cpp")} - set(CPU_CAPABILITIES)
+    if lacks:
+        names = ", ".join(sorted(lacks))
+        terminalreporter.write_line(
+            f"not run, because this processor lacks them: kernels of {names}"
+        )
+    if "not run" in config.stash.get(SIZES, "") or "share" in config.stash.get(SIZES, ""):
+        terminalreporter.write_line(f"not all of the tests: {config.stash[SIZES]}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -139,13 +181,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"--tiers {', '.join(unknown)}: there are {', '.join(TIERS)}")
     own = [item for item in items if _runs_functions_of_its_own(item)]
     quick = set(_one_case_of_each(own))
+    # The slowest instruction set takes a fifth of the time, and has the code of the others.
+    left_to_quick = {i for i in own if _capability(i) == "default" and len(CPU_CAPABILITIES) > 1}
+    own = [i for i in own if i in quick or _slow(i) or i not in left_to_quick]
     tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
     share, shares = _share(config.getoption("--share"))
     later = {i for i in own if _share_of(i, tier[i], shares) not in (None, share)}
     sizes = collections.Counter(tier.values())
     left = collections.Counter(tier[i] for i in own if i not in later)
     notes = dict.fromkeys(TIERS, " (not run)") | dict.fromkeys(asked, "")
-    for name in {"rest", "slow"}.intersection(asked if shares > 1 else ()):
+    for name in {"slow"}.intersection(asked if shares > 1 else ()):
         notes[name] = f" (run: share {share}/{shares}, {left[name]:,})"
     said = [f"{name} {sizes[name]:,}{notes[name]}" for name in TIERS]
     config.stash[SIZES] = f"tiers: {', '.join(said)}"
@@ -192,10 +237,9 @@ def _share_of(item: pytest.Item, tier: str, shares: int) -> int | None:
 
     Slow tests of a file stay together, because they compile the same variants.
     """
-    if tier == "quick" or item.get_closest_marker("regression"):
+    if tier != "slow" or item.get_closest_marker("regression"):
         return None
-    name = item.nodeid if tier == "rest" else item.path.name
-    return zlib.crc32(name.encode()) % shares + 1
+    return zlib.crc32(item.path.name.encode()) % shares + 1
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:
@@ -240,7 +284,9 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     cases: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
     for item in filter(lambda i: not _slow(i), items):
         function = getattr(item, "originalname", item.name)
+        each = item.get_closest_marker("each")
         regression = item.name if item.get_closest_marker("regression") else ""
+        regression += str([_params(item)[name] for name in each.args]) if each else ""
         kernels = f"{_capability(item)} {sorted(map(str, _dtypes(item)))}"
         cases[item.path, function, kernels, regression].append(item)
     return [

@@ -171,10 +171,13 @@ def test_training(name: str, shape: str, masks: str) -> None:
     torch.testing.assert_close(run(converted.double(), torch.float64, inputs), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+CONTEXTS = itertools.cycle((torch.no_grad, torch.inference_mode, torch.enable_grad))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "masks", "context"),
+    [(*case, next(CONTEXTS)) for case in itertools.product(MODELS, SHAPES, MASKS)],
+)
 def test_evaluation(name: str, shape: str, masks: str, context: Any) -> None:
     """Where PyTorch's layers go around their attention modules, and pack padded texts together."""
     model, converted = build(name, shape)

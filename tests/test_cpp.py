@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torch_attn
 from _cmake import build, build_example, configure, prefixes, run, succeed
 from _variants import BUILD, ROOT, newest_clang
-from test_no_option_is_lost import ALL, DENSE, OF_MODULE
+from contract.calls import ALL, DENSE, OF_MODULE
 from torch_attn._library import IN_PACKAGE
 
 PAGE = ROOT / "docs" / "cpp.md"

@@ -9,12 +9,11 @@ import torch
 
 import torch_attn
 from _cases import LENGTHS
-from _memory import GuardedMemory, LargestAllocation, resident
+from _memory import GuardedMemory, resident
 from _second_order import (
     directions,
     double_backward,
     make_grad_output,
-    math_sdpa,
     over_forward,
     over_reverse,
 )
@@ -61,25 +60,6 @@ def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
 
 
 WAYS = {way.__name__: way for way in (double_backward, over_forward, over_reverse)}
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_no_tensor_of_scores(option: str, way: str) -> None:
-    L = S = 512
-    x, options = make_option(option, L, S), OPTIONS[option][1]
-    u, t = make_grad_output(x, **options), directions(x)
-    with LargestAllocation() as largest_allocation:
-        WAYS[way](torch_attn.sdpa, x, u, t, **options)
-    assert 0 < largest_allocation.elements < L * S // 2
-
-
-def test_tensor_of_scores_would_be_noticed() -> None:
-    x = make_inputs(512, 512, batch=(), heads=1)
-    with LargestAllocation() as largest_allocation:
-        double_backward(math_sdpa, x, torch.ones_like(x.query), directions(x))
-    assert largest_allocation.elements >= 512 * 512
 
 
 def peak_growth(option: str, way: str, lengths: tuple[int, ...]) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_attn
 from _memory import in_guarded_memory, largest_block
-from _options import CASES, Case, Tensors, attention, drawn, everything, formula
+from _options import Case, Tensors, attention, drawn, everything, formula
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
@@ -182,18 +182,3 @@ def test_a_nan_in_grad_output_stays_before_the_length(dtype: torch.dtype) -> Non
         gradient = x[name].grad.transpose(1, 2)
         assert (gradient[beyond] == 0).all()
         assert gradient[~beyond].any()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.usefixtures("kernels")
-def test_same_bits_with_any_number_of_threads(threads: int) -> None:
-    case = next(c for c in CASES if c.name == "all")
-    x, u, t = drawn(case, torch.float32)
-    expected = everything(attention, x, u, t, **case.options)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = everything(attention, x, u, t, **case.options)
-    finally:
-        torch.set_num_threads(before)
-    assert_same_bits(found, expected)

@@ -169,12 +169,6 @@ def test_strides(dtype: torch.dtype) -> None:
         check(torch.randn(2, 3, rows, 16).to(dtype), key, value)
 
 
-def test_empty() -> None:
-    for rows, keys in ((0, 5), (5, 0), (0, 0)):
-        output = attend(torch.randn(2, 1, rows, 8), drawn(2, 1, keys, 8), drawn(2, 1, keys, 8))
-        assert torch.equal(output, torch.zeros(2, 1, rows, 8))
-
-
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_beyond_the_lengths_is_not_read(dtype: torch.dtype, rows: int) -> None:

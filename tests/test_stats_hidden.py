@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 import torch_attn
-from _cases import LENGTHS
-from _memory import GuardedMemory, LargestAllocation, resident
 from helpers import (
     DTYPES,
     INF,
-    LAYOUTS,
     NAN,
-    PLACES,
     Inputs,
-    cpu_capability_set_to,
-    in_fresh_process,
     make_inputs,
     randn,
 )
 from test_stats import NAMES, sdpa_stats, textbook
-from torch_attn import reference
 
 # --- masked, NaN, infinity ------------------------------------------------------------------------
 
@@ -176,79 +168,3 @@ def test_head_dim_of_zero() -> None:
     stats = torch_attn.sdpa_stats(torch.randn(5, 0), torch.randn(7, 0), scale=3.0)
     assert (stats.largest_score == 0).all()
     torch.testing.assert_close(stats.entropy, torch.full((5,), math.log(7)))
-
-
-# --- layouts, and what is beside them -------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("layout", "dtype"), PLACES)
-def test_layouts(layout: str, dtype: torch.dtype) -> None:
-    """Views are read where they are stored, and nothing beside them."""
-    inputs = make_inputs(67, 131, 24, mask=(2, 3, 67, 131), dtype=dtype, heads=3)
-    expected = sdpa_stats(inputs)
-    actual = sdpa_stats(inputs.map(LAYOUTS[layout]))
-    for name in NAMES:
-        assert torch.equal(actual[name], expected[name]), name
-
-
-def run_guarded(capability: str, at_end: bool) -> int:
-    """Many sizes between forbidden pages; the number of calls survived."""
-    memories = [GuardedMemory(1 << 19, at_end) for _ in range(3)]
-    calls = 0
-    with cpu_capability_set_to(capability):
-        for n, L in enumerate(LENGTHS):
-            S = LENGTHS[(4 * n + 7) % len(LENGTHS)]
-            for dtype in DTYPES:
-                for E in (1, 7, 33):
-                    mask, kind = (((1, S), "bool"), ((L, S), "float"))[(n + E) % 2]
-                    query, key, _, bias = make_inputs(
-                        L, S, E, batch=(), heads=1, mask=mask, kind=kind, dtype=dtype
-                    )
-                    tensors = (query, key, bias)
-                    placed = (m.tensor(t) for m, t in zip(memories, tensors, strict=True))
-                    torch_attn.sdpa_stats(*placed, is_causal=n % 2 == 0)
-                    calls += 1
-    return calls
-
-
-@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
-def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
-    calls = in_fresh_process(run_guarded, cpu_capability, at_end)
-    assert calls == len(LENGTHS) * len(DTYPES) * 3
-
-
-# --- memory ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_tensor_of_scores(causal: bool, dtype: torch.dtype) -> None:
-    L = S = 512
-    query, key, _, mask = make_inputs(L, S, batch=(), heads=1, mask=(1, S), dtype=dtype)
-    with LargestAllocation() as most:
-        torch_attn.sdpa_stats(query, key, mask, causal).largest_weight  # noqa: B018
-    assert 0 < most.elements < L * S // 2
-    with LargestAllocation() as most:
-        reference.sdpa_stats(query, key, mask, causal)
-    assert most.elements >= L * S
-
-
-def peak_growth(length: int, dtype: torch.dtype) -> int:
-    """How far resident memory rises in a call, once a small one has warmed up."""
-    torch.set_num_threads(2)
-    small, large = (make_inputs(n, n, batch=(), heads=1, dtype=dtype) for n in (64, length))
-    sdpa_stats(small)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = resident("VmRSS")
-    stats = sdpa_stats(large)
-    growth = resident("VmHWM") - before
-    assert abs(stats["received_weight"].double().sum().item() - length) < 1e-3 * length
-    return growth
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_of_a_long_sequence(dtype: torch.dtype) -> None:
-    """16384 x 16384: the scores alone would be 1 GiB."""
-    assert in_fresh_process(peak_growth, 16384, dtype) < 16 << 20

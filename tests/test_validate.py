@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -163,9 +164,18 @@ def assert_raises(
     assert names[0] == says[0]
 
 
-@pytest.mark.parametrize("device", [*DEVICES, "meta"])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("bad", BAD)
+def in_turn(n: int, of: Any) -> Any:
+    return [*of][n % len(of)]
+
+
+PLACES = [*itertools.product(CALLS, [*DEVICES, "meta"])]
+
+
+# Every error of the function, and of one of the other calls and devices.
+@pytest.mark.parametrize(
+    ("bad", "call", "device"),
+    [(bad, *place) for n, bad in enumerate(BAD) for place in (PLACES[0], in_turn(n, PLACES[1:]))],
+)
 def test_bad_input(bad: str, call: str, device: str) -> None:
     changed, says = BAD[bad]
     arguments = {**{name: floats(*size) for name, size in SIZES.items()}, **changed}
@@ -222,10 +232,15 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning", "ignore:.*nested.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning")
+@pytest.mark.parametrize(
+    ("layout", "argument", "call"),
+    [
+        (layout, argument, in_turn(n + m, CALLS))
+        for n, layout in enumerate(LAYOUTS)
+        for m, argument in enumerate((*SIZES, "attn_mask", "all"))
+    ],
+)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask", "all"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_not_dense(layout: str, argument: str, call: str, requires_grad: bool) -> None:
     """Not the dispatcher's error, which names no argument."""
     convert, says = LAYOUTS[layout]

@@ -355,6 +355,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         output, weights, _ = sdpa_with_weights(q, k, values, mask, 0.0, is_causal, **options)
         if dropout_p:
             weights = F.dropout(weights, dropout_p)
+            if (used := options.get("key_lengths")) is not None:  # what is beyond may be NaN
+                places = torch.arange(v.shape[-2], device=v.device)[:, None]
+                v = v.masked_fill(places >= torch.as_tensor(used)[..., None, None, None], 0)
             output = weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, -3)
         return output, weights.mean(-3) if average_attn_weights else weights
 

@@ -347,7 +347,7 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
         saved, *of_rows = _parts.forward(call, inputs)
         output, rest = _rounded(saved.output, dtype)
         learned = any(t is not None and t.is_floating_point() for t in inputs[3:])
-        rest = rest if learned and output.dtype != rest.dtype else rest.new_empty(0)
+        rest = rest if learned and output.dtype != rest.dtype else output.new_empty(0)
         rows = [t.to(saved.output.dtype) for t in of_rows]
         rows = rows if x["with_rows"] else [t.new_empty(0) for t in rows]
         no_state = torch.empty(0, dtype=torch.int64, device=output.device)
@@ -362,7 +362,7 @@ def _ring(name: str, call: Call, x: dict[str, Any]) -> Any:
     moved, change = _parts.tangents(call, inputs, saved, directions)
     output, rest = _rounded(moved.to(saved.output.dtype), dtype)
     pair = torch.stack(_rounded(change, saved.output.dtype), -1)
-    rest = rest if x["residual"].ndim > 1 else rest.new_empty(0)
+    rest = rest if x["residual"].ndim > 1 else output.new_empty(0)
     return output, pair.to(saved.output.dtype), rest
 
 
