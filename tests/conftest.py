@@ -186,7 +186,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     own = [i for i in own if i in quick or _slow(i) or i not in left_to_quick]
     tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
     share, shares = _share(config.getoption("--share"))
-    later = {i for i in own if _share_of(i, tier[i], shares) not in (None, share)}
+    later = _other_shares([i for i in own if tier[i] == "slow"], share, shares)
     sizes = collections.Counter(tier.values())
     left = collections.Counter(tier[i] for i in own if i not in later)
     notes = dict.fromkeys(TIERS, " (not run)") | dict.fromkeys(asked, "")
@@ -232,14 +232,15 @@ def _share(given: str) -> tuple[int, int]:
     return (k - 1) % n + 1, n
 
 
-def _share_of(item: pytest.Item, tier: str, shares: int) -> int | None:
-    """The same for a test on every machine; None for those that every share has.
+def _other_shares(slow: list[pytest.Item], share: int, shares: int) -> set[pytest.Item]:
+    """What is not of this share. Tests of a file stay together, because they compile the same.
 
-    Slow tests of a file stay together, because they compile the same variants.
+    Files take turns in the order of their names, because neighbours are of one kind and take as
+    long. All shares have what is marked regression.
     """
-    if tier != "slow" or item.get_closest_marker("regression"):
-        return None
-    return zlib.crc32(item.path.name.encode()) % shares + 1
+    files = sorted({i.path.name for i in slow})
+    others = {name for n, name in enumerate(files) if n % shares + 1 != share}
+    return {i for i in slow if i.path.name in others and not i.get_closest_marker("regression")}
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:
