@@ -78,3 +78,16 @@ def in_guarded_memory(tensor: Tensor, used: tuple[int, int]) -> Tensor:
         if libc.mprotect(guarded, ctypes.c_size_t(pages), 0) != 0:
             raise OSError(ctypes.get_errno(), "mprotect")
     return copy
+
+
+def in_sparse_memory(tensor: Tensor) -> Tensor:
+    """The tensor [..., heads, rows, columns], whose heads are so far apart that the last one begins
+    at more than 2^31 numbers. What is between has addresses, but takes no memory."""
+    heads, rows, columns = tensor.shape[-3:]
+    far = 2**31 // (heads - 1) + 64
+    size = ((heads - 1) * far + rows * columns) * tensor.element_size()
+    no_reserve = 0x4000  # Python has a name for it from 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    flat = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=tensor.dtype)
+    strides = (0,) * (tensor.ndim - 3) + (far, columns, 1)
+    return flat.as_strided(tensor.shape, strides).copy_(tensor)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import torch_attn
+from _variants import ROOT
+from tests import signatures
 from torch_attn import _library
 
 
@@ -117,11 +119,16 @@ def test_empty_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dir_is_what_is_public() -> None:
     """Completion shows it, and each name is there when it is asked for."""
-    public = {"sdpa", "Converted", "inspect", "nn", "plots", "reference", "integrations", "flops"}
-    assert public <= set(dir(torch_attn))
     assert set(torch_attn.__all__) <= set(dir(torch_attn))
     there = [name for name in dir(torch_attn) if name != "plots" or find_spec("matplotlib")]
     assert not [name for name in there if not hasattr(torch_attn, name)]
+
+
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="not run: no matplotlib, which plots need")
+def test_names_order_and_defaults_of_arguments() -> None:
+    """A difference is a change of docs/promises.md: see signatures.py."""
+    expected = (ROOT / "tests" / "signatures.txt").read_text().splitlines()
+    assert [*signatures.lines()] == expected
 
 
 ONE_TEAM = """

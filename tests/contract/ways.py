@@ -259,16 +259,17 @@ def by(method: str, function: Function) -> Function:
 
 
 def in_eight_bits(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """A query in float64, which they do not take, in float32."""
+    if query.dtype == torch.float64:  # which they do not take
+        narrow = {n: x.float() if is_wide(x) else x for n, x in options.items()}
+        with torch.autocast("cpu", enabled=False):
+            return in_eight_bits(query.float(), key, value, **narrow).double()
     (key, key_scale), (value, value_scale) = map(torch_attn.quantize_kv, (key, value))
     scales = {"key_scale": key_scale, "value_scale": value_scale}
-    narrow = {torch.float64: torch.float32}
-    given = {
-        n: x.to(narrow.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
-        for n, x in (options | {"query": query}).items()
-    }
-    output = torch_attn.sdpa(key=key, value=value, enable_gqa=True, **given, **scales)
-    return output.double() if query.dtype == torch.float64 else output
+    return torch_attn.sdpa(query, key, value, enable_gqa=True, **options, **scales)
+
+
+def is_wide(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float64
 
 
 def by_paged_cache(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
