@@ -26,6 +26,7 @@ CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}
 
 
 run, four = processes_of(2, 3), processes_of(4)
+two, three = processes_of(2), processes_of(3)
 
 
 def on_mesh(cut: str, mesh: Any) -> Any:
@@ -80,21 +81,22 @@ def check_case(case: str, cut: str, method: str) -> None:
         )
 
 
-# Over three processes, what all of them hold is cut for each case, and the rest for some.
-@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
-@pytest.mark.parametrize(
-    ("run", "case", "cut"),
-    [
-        pytest.param(world, *case.values, cut, marks=case.marks)
-        for world in (2, 3)
-        for n, case in enumerate(cases("two dimensions", "mask of rows that see no keys"))
-        for cut in CUTS
-        if world == 2 or cut == "both" or n % 4 == 0
-    ],
-    indirect=["run"],
-)
-def test_results_are_those_of_one_process(run: Processes, case: str, cut: str, method: str) -> None:
-    run(check_case, case, cut, method)
+METHODS = ["ring", "gather", "all_to_all"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("case", cases("two dimensions", "mask of rows that see no keys"))
+def test_results_are_those_of_one_process(two: Processes, case: str, cut: str, method: str) -> None:
+    two(check_case, case, cut, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", cases("two dimensions", "mask of rows that see no keys"))
+def test_results_over_three_processes(three: Processes, case: str, method: str) -> None:
+    """What cuts all, and in turn what cuts queries or keys alone."""
+    three(check_case, case, "both", method)
+    three(check_case, case, "queries" if len(case) % 2 else "keys", method)
 
 
 PACKED: dict[str, dict[str, Any]] = {
