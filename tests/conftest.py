@@ -114,7 +114,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 # Every test is in one of them.
 TIERS = {
     "quick": "one case of each test, instruction set and dtype; all of those marked regression",
-    "rest": "the other cases, without those of the instruction set default",
+    "rest": "the other cases, but none of the slowest instruction set, which is default",
     "slow": "what is marked slow: it compiles variants, runs whole programs, or trains",
 }
 
@@ -181,7 +181,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"--tiers {', '.join(unknown)}: there are {', '.join(TIERS)}")
     own = [item for item in items if _runs_functions_of_its_own(item)]
     quick = set(_one_case_of_each(own))
-    # The slowest instruction set takes a fifth of the time, and has the code of the others.
+    # The slowest instruction set, whose kernels are compiled from the sources of the others.
     left_to_quick = {i for i in own if _capability(i) == "default" and len(CPU_CAPABILITIES) > 1}
     own = [i for i in own if i in quick or _slow(i) or i not in left_to_quick]
     tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
@@ -190,8 +190,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sizes = collections.Counter(tier.values())
     left = collections.Counter(tier[i] for i in own if i not in later)
     notes = dict.fromkeys(TIERS, " (not run)") | dict.fromkeys(asked, "")
-    for name in {"slow"}.intersection(asked if shares > 1 else ()):
-        notes[name] = f" (run: share {share}/{shares}, {left[name]:,})"
+    if shares > 1 and "slow" in asked:
+        notes["slow"] = f" (run: share {share}/{shares}, {left['slow']:,})"
     said = [f"{name} {sizes[name]:,}{notes[name]}" for name in TIERS]
     config.stash[SIZES] = f"tiers: {', '.join(said)}"
     if hasattr(config, "workerinput"):

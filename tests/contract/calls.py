@@ -101,7 +101,7 @@ def _paged(L: int, S: int) -> Options:
 
 
 def _numbers(count: int) -> Tensor:
-    """Of every head, or key: different, and exact in float16."""
+    """Numbers that differ from their neighbours. Float16 holds each of them exactly."""
     return torch.arange(count).remainder(7) / 4 - 0.5
 
 

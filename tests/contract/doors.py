@@ -39,7 +39,7 @@ class Door(NamedTuple):
 
 
 def statistics(function: Function) -> Function:
-    """Of query and key alone."""
+    """Lets a function of query and key be called with a value, which it ignores."""
     return in_groups(ways.statistics(function))
 
 

@@ -35,11 +35,7 @@ def sizes(door: Door, L: int, S: int) -> tuple[int, int]:
 def options_of(door: Door, call: str, L: int, S: int, dtype: torch.dtype) -> Options:
     """Terms of the score in float64 where the query is; half types take float32."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    given = door.always(L, S) | CALLS[call](L, S)
-    return {
-        name: x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in given.items()
-    }
+    return options_in(wide, door.always(L, S) | CALLS[call](L, S))
 
 
 def results(
@@ -127,7 +123,7 @@ def check_textbook(door: Door, call: str, lengths: Any) -> None:
 def half_types_are_rounded_once(door: Door, call: str) -> None:
     """At most twice the error of the textbook in float32, rounded, and one ulp of the largest.
 
-    That error is the largest of several draws, because that of a single one is luck.
+    The error of one draw is luck, so the bound takes the largest error of two draws.
     """
     L, S = sizes(door, 17, 68)
     for dtype in (torch.bfloat16, torch.float16):
@@ -293,12 +289,12 @@ def fake_tensors_have_the_same_shapes(door: Door, call: str) -> None:
 
 
 def strides(x: Tensor) -> list[int]:
-    """Of the dimensions that have some."""
+    """The strides of dimensions of a size above 1. Those of others mean nothing."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
 def autocast_casts(door: Door, call: str) -> None:
-    """Float32, so that the bits are those of numbers rounded before; float64 stays."""
+    """It rounds float32, as if the inputs had been rounded before. It leaves float64 alone."""
     L, S = sizes(door, 9, 68)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         given = torch.float32 if dtype != torch.float64 else dtype

@@ -66,7 +66,7 @@ def output_and_weights(*args: Any, **options: Any) -> Any:
 
 
 def of_eight_bits(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Of the numbers that the eight bits stand for."""
+    """The textbook, with the numbers that keys and values of 8 bits stand for."""
     pairs = map(torch_attn.quantize_kv, (key, value))
     wide = (numbers.to(query.dtype) * scale[..., None] for numbers, scale in pairs)
     return reference.sdpa(query, *wide, **options)
