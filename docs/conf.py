@@ -13,6 +13,7 @@ include_patterns = [
     "CHANGELOG.md",
     "examples/*/README.md",
     "tests/README.md",
+    "tests/*/README.md",
 ]
 
 extensions = [

@@ -20,8 +20,10 @@ from helpers import (
     INF,
     SEED,
     Inputs,
+    Sdpa,
     builtin_sdpa,
     causal_mask,
+    double_backward,
     largest,
     make_grad_output,
     positive_scale,
@@ -60,21 +62,23 @@ def check(
     results.
     """
     grad_output = make_grad_output(inputs, **options) if gradients else None
-    problem = Problem(inputs, options, grad_output, dropout_mask)
-    with threads_set_to(1):  # the built-in's errors depend on it
-        expected = problem.to(torch.float64).solve(reference.sdpa)
-        errors = builtin_errors(problem)
-    means_something(errors, expected)
+    problem = Problem(inputs, options, grad_output, dropout_mask=dropout_mask)
     for gradient in [None, grad_output] if gradients else [None]:
         torch.manual_seed(SEED)
         actual = results(torch_attn.sdpa, inputs, gradient, **options)
-        for name, result in actual.items():
-            source = "query" if name == "output" else name.removeprefix("grad_")
-            dtype = getattr(inputs, source).dtype
-            assert result.dtype == dtype, name
-            hold(name, result, expected[name], errors[name], inputs.query.dtype, dtype)
-    assert actual.keys() == expected.keys()
+        hold_results(problem, actual, inputs.query.dtype)
+    assert actual.keys() == problem.exact.keys()
     return actual
+
+
+def hold_results(problem: Problem, actual: dict[str, Tensor], *dtypes: torch.dtype) -> None:
+    """Holds results of a problem, which have the dtype of their input, to the bound."""
+    means_something(problem.builtin_errors, problem.exact)
+    for name, result in actual.items():
+        source = "query" if name in ("output", "tangent") else name.partition("_")[2]
+        dtype = getattr(problem.inputs, source).dtype
+        assert result.dtype == dtype, name
+        hold(name, result, problem.exact[name], problem.builtin_errors[name], dtype, *dtypes)
 
 
 P = TypeVar("P")
@@ -193,34 +197,72 @@ class Neighbour:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, the gradient given to its backward and the weights that its dropout keeps."""
+    """One call, the gradient given to its backward and the weights that its dropout keeps.
+
+    With a direction its results are second derivatives along that, else first ones.
+    """
 
     inputs: Inputs
     options: dict[str, Any]
-    grad_output: Tensor | None
-    dropout_mask: Tensor | None
+    grad_output: Tensor | None = None
+    direction: Inputs | None = None
+    dropout_mask: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Problem:
-        inputs = Inputs(*(to_dtype(t, dtype) for t in self.inputs))
-        return Problem(inputs, self.options, to_dtype(self.grad_output, dtype), self.dropout_mask)
+        convert = functools.partial(to_dtype, dtype=dtype)
+        return dataclasses.replace(
+            self,
+            inputs=self.inputs.map(convert),
+            grad_output=convert(self.grad_output),
+            direction=self.direction and self.direction.map(convert),
+        )
 
-    def solve(self, sdpa: Callable[..., Tensor]) -> dict[str, Tensor]:
+    def solve(self, sdpa: Sdpa) -> dict[str, Tensor]:
         dropout = {} if self.dropout_mask is None else {"dropout_mask": self.dropout_mask}
-        return results(sdpa, self.inputs, self.grad_output, **self.options, **dropout)
+        call, options = (sdpa, self.inputs, self.grad_output), {**self.options, **dropout}
+        if self.direction is None:
+            return results(*call, **options)
+        return double_backward(*call, self.direction, **options)
 
-    def errors(self, sdpa: Callable[..., Tensor]) -> dict[str, float]:
+    @functools.cached_property
+    def exact(self) -> dict[str, Tensor]:
+        with threads_set_to(1):
+            return self.to(torch.float64).solve(reference.sdpa)
+
+    def errors(self, sdpa: Sdpa) -> dict[str, float]:
         """The largest error of each result."""
         return {name: largest(t - self.exact[name]) for name, t in self.solve(sdpa).items()}
 
     @functools.cached_property
-    def exact(self) -> dict[str, Tensor]:
-        return self.to(torch.float64).solve(reference.sdpa)
+    def builtin_errors(self) -> dict[str, float]:
+        """The largest error of each of the built-in's results at the precision of the inputs.
+
+        It has two algorithms, fused and with all scores in memory; ours is the fused one, for
+        whatever arguments. The larger error of the two counts, over several neighbours of the
+        problem: it must not depend on which of them the built-in's rules pick, nor on how lucky its
+        rounding was.
+        """
+        key = self.digest()
+        if key not in _known_errors:  # the same for every instruction set
+            with threads_set_to(1):  # they depend on it
+                _known_errors[key] = self.over_neighbours(_errors)
+        return _known_errors[key]
+
+    def over_neighbours(
+        self, errors: Callable[[Problem], Iterable[tuple[str, float]]]
+    ) -> dict[str, float]:
+        """The largest error of each result, over the problem and its neighbours."""
+        generator = torch.Generator(self.inputs.query.device).manual_seed(SEED)
+        changes = IN_OTHER_ORDERS if self.size() < 1 << 17 else IN_OTHER_ORDERS[:2]
+        return over_neighbours(
+            self, errors, lambda p, change: p.neighbour(generator, change=change), changes
+        )
 
     def without_dropout(self) -> Problem:
         if "dropout_p" not in self.options:
             return self
         options = {name: option for name, option in self.options.items() if name != "dropout_p"}
-        return Problem(self.inputs, options, self.grad_output, None)
+        return dataclasses.replace(self, options=options, dropout_mask=None)
 
     def size(self) -> int:
         return sum(t.numel() for t in self.inputs if t is not None)
@@ -228,17 +270,19 @@ class Problem:
     def neighbour(self, generator: torch.Generator, *, change: bool) -> Problem:
         causal = bool(self.options.get("is_causal"))
         other = Neighbour(self.inputs, causal, generator, change=change)
-        return Problem(
-            other.inputs(self.inputs),
-            self.options,
-            other.output(self.grad_output),
-            other.scores(self.dropout_mask),
+        return dataclasses.replace(
+            self,
+            inputs=other.inputs(self.inputs),
+            direction=self.direction and other.inputs(self.direction),
+            grad_output=other.output(self.grad_output),
+            dropout_mask=other.scores(self.dropout_mask),
         )
 
     def digest(self) -> bytes:
         """Equal for problems of equal content."""
         content = hashlib.blake2b(repr(sorted(self.options.items())).encode())
-        for tensor in (*self.inputs, self.grad_output, self.dropout_mask):
+        tensors = *self.inputs, *(self.direction or ()), self.grad_output, self.dropout_mask
+        for tensor in tensors:
             if tensor is None:
                 content.update(b"None")
             else:
@@ -251,21 +295,10 @@ class Problem:
 _known_errors: dict[bytes, dict[str, float]] = {}
 
 
-def builtin_errors(problem: Problem) -> dict[str, float]:
-    """The largest error of each of the built-in's results at the precision of the inputs.
-
-    It has two algorithms, fused and with all scores in memory; ours is the fused one, for whatever
-    arguments. The larger error of the two counts, over several neighbours of the problem: it
-    must not depend on which of them the built-in's rules pick, nor on how lucky its rounding was.
-    """
-    key = problem.digest()
-    if key not in _known_errors:  # the same for every instruction set
-        generator = torch.Generator(problem.inputs.query.device).manual_seed(SEED)
-        changes = IN_OTHER_ORDERS if problem.size() < 1 << 17 else IN_OTHER_ORDERS[:2]
-        _known_errors[key] = over_neighbours(
-            problem, _errors, lambda p, change: p.neighbour(generator, change=change), changes
-        )
-    return _known_errors[key]
+def math_sdpa(*args: Any, **options: Any) -> Tensor:
+    """The built-in by its backend that has second derivatives."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return builtin_sdpa(*args, **options)
 
 
 def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
@@ -276,6 +309,9 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
         # the errors in float32, scaled, and as much again for the reference's own.
         factor = 2 * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
         yield from ((name, factor * e) for name, e in _errors(problem.to(torch.float32)))
+        return
+    if problem.direction is not None:
+        yield from problem.errors(math_sdpa).items()
         return
     if not all(t.numel() for t in problem.inputs[:3]):
         # The built-in gives some empty results another shape.
@@ -288,7 +324,8 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
         return  # The fused kernel has no such mask, with which ours keeps its weights in float32.
     # The fused kernel has no dropout, which makes weights, and so errors, 1 / (1 - p) as large.
     factor = 1 / (1 - problem.options.get("dropout_p", 0.0))
-    for name, error in problem.without_dropout().errors(fused_sdpa).items():
+    plain = problem.without_dropout()
+    for name, error in plain.errors(fused_sdpa).items():
         if name != "grad_attn_mask" or dtype == torch.float32:
             yield name, factor * error
     # On few numbers the largest error is luck: the built-in's sums have another order on every kind
@@ -296,7 +333,7 @@ def _errors(problem: Problem) -> Iterator[tuple[str, float]]:
     # order is the same on all. (What is exact, such as the gradient of a single key's score, is so
     # in every order.)
     if dtype == torch.float32 and problem.size() < 1 << 14:
-        for name, error in problem.without_dropout().errors(sdpa_in_order).items():
+        for name, error in plain.errors(sdpa_in_order).items():
             if own[name] > 0:
                 yield name, factor * error
 

@@ -173,22 +173,13 @@ def _scales() -> list[Case]:
         for i, scale in enumerate((0.0, 1.0, -0.5, 3, 50.0, -50.0))
         for j, mask in enumerate((None, (17, 33)))
     ]
-    return (
-        cases
-        + [  # Two keys of which causality hides one; one weight of the other row is nearly 1.
-            Case(
-                (1, 1, L, E),
-                (1, 1, S, E),
-                (1, 1, S, 33),
-                dtype=DTYPES[(i + j) % 4],
-                options=options,
-            )
-            for i, (L, S, E) in enumerate(((2, 2, 31), (2, 40, 1), (32, 32, 1)))
-            for j, options in enumerate(
-                {"is_causal": True, "scale": scale} for scale in (0.0, -1.0)
-            )
-        ]
-    )
+    # Two keys of which causality hides one; one weight of the other row is nearly 1.
+    for i, (L, S, E) in enumerate(((2, 2, 31), (2, 40, 1), (32, 32, 1))):
+        for j, scale in enumerate((0.0, -1.0)):
+            q, k, v = (1, 1, L, E), (1, 1, S, E), (1, 1, S, 33)
+            options = {"is_causal": True, "scale": scale}
+            cases.append(Case(q, k, v, dtype=DTYPES[(i + j) % 4], options=options))
+    return cases
 
 
 def _long() -> list[Case]:
@@ -338,7 +329,4 @@ NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def make_named(name: str, dtype: torch.dtype = torch.float32) -> tuple[Inputs, dict[str, Any]]:
     sizes, options = NAMED[name]
-    sizes = {"L": 5, "S": 7, "E": 6, "dtype": dtype, **sizes}
-    if sizes.get("batch", ()) is None:
-        return make_inputs(**{**sizes, "batch": (), "heads": 1}).map(lambda t: t[0]), options
-    return make_inputs(**sizes), options
+    return make_inputs(**{"L": 5, "S": 7, "E": 6, "dtype": dtype, **sizes}), options

@@ -15,6 +15,8 @@ import pytest
 
 from _variants import ROOT, mutable_sources
 
+# What the programs are compiled from.
+SOURCES = ("csrc/core", "csrc/cuda", "tests/cuda", "tests/stand_in")
 COMPILER = shutil.which("g++") or "g++"
 # The fibers switch stacks with a few instructions of x86.
 needs_x86 = pytest.mark.skipif(

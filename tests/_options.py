@@ -57,10 +57,6 @@ class Case:
         return {name: LAYOUTS["NaN before and after"](t) for name, t in tensors.items()}
 
 
-def _window(left: int, right: int) -> dict[str, Any]:
-    return {"window_size": (left, right)}
-
-
 ALL: dict[str, Any] = {
     "softcap": 2.0,
     "window_size": (40, 10),
@@ -84,12 +80,12 @@ NEAR_THE_CAP = [(36.0, 50.0), (100.0, 30.0), (900.0, 30.0), (900.0, 1e10), (1.0,
 CASES = [
     Case("softcap", given={"softcap": 1.5}),
     Case("softcap with a mask", mask=(1, 4, 70, 90), given={"softcap": 1.5}),
-    Case("window", given=_window(37, 20)),
-    Case("window to the left", given=_window(40, 0)),
-    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", given=_window(-1, 5)),
-    Case("window of one key", given=_window(0, 0)),
+    Case("window", given={"window_size": (37, 20)}),
+    Case("window to the left", given={"window_size": (40, 0)}),
+    Case("window to the right", mask=(2, 1, 1, 90), kind="bool", given={"window_size": (-1, 5)}),
+    Case("window of one key", given={"window_size": (0, 0)}),
     Case("offset", given={"query_offset": torch.tensor([37, -5]), "is_causal": True}),
-    Case("offset beyond all keys", given={**_window(3, 3), "query_offset": 1000}),
+    Case("offset beyond all keys", given={"window_size": (3, 3), "query_offset": 1000}),
     Case("lengths", given={"key_lengths": torch.tensor([77, 0], dtype=torch.int32)}),
     Case("lengths with a mask", mask=(2, 1, 1, 90), given={"key_lengths": 77}),
     Case("ALiBi", slopes=(4,)),
@@ -98,7 +94,7 @@ CASES = [
     Case("sinks, one a sample", (2, 4, 2, 70, 90, 16), (70, 90), "-inf", sinks=(2, 4)),
     Case("sinks alone", (2, 2, 2, 70, 90, 32), sinks=(2,)),
     Case("sinks and a mask of rows", sinks=(4,), mask=(4, 70, 1), given={"is_causal": True}),
-    Case("sinks without keys", sinks=(4,), given={**_window(5, 5), "query_offset": -70}),
+    Case("sinks without keys", sinks=(4,), given={"window_size": (5, 5), "query_offset": -70}),
     Case("all", mask=(70, 90), slopes=(4,), sinks=(4,), given=ALL),
     Case("all, no mask", (2, 3, 3, 65, 90, 20), None, slopes=(2, 3), sinks=(3,), given=ALL),
     Case("negative scale", slopes=(4,), sinks=(4,), given={"softcap": 3.0, "scale": -0.5}),
@@ -106,7 +102,7 @@ CASES = [
     Case(
         "few queries, a window",
         (2, 4, 1, 1, 900, 40),
-        given={**_window(200, 0), "query_offset": 850},
+        given={"window_size": (200, 0), "query_offset": 850},
     ),
     *(
         Case(
@@ -135,13 +131,19 @@ CASES = [
     Case(
         "many keys, a window",
         (1, 1, 1, 70, 2100, 8),
-        given={**_window(600, 0), "query_offset": 1600},
+        given={"window_size": (600, 0), "query_offset": 1600},
     ),
 ]
 
 
 def attention(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch_attn.sdpa_with_logsumexp(**x, enable_gqa=True, **options)
+
+
+def stats_of(x: Tensors, sdpa: Any = torch_attn, **options: Any) -> torch_attn.Stats:
+    """The statistics, by torch_attn or the textbook: what does not depend on the value."""
+    of_scores = {name: t for name, t in x.items() if name != "value"}
+    return torch_attn.Stats(*sdpa.sdpa_stats(**of_scores, enable_gqa=True, **options))
 
 
 def formula(x: Tensors, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

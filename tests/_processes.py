@@ -29,6 +29,15 @@ def join(rank: int, world: int, rendezvous: str) -> None:
     )
 
 
+def seeded(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function with the same random numbers in every process.
+
+    Else they would be the same only if the server that forks them has imported torch before.
+    """
+    torch.manual_seed(0)
+    return function(*args)
+
+
 class Processes:
     """After a call that failed they are others: those that ran may wait for each other for ever."""
 
@@ -51,7 +60,7 @@ class Processes:
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function in every process at once and returns all results."""
         try:
-            futures = [process.submit(function, *args) for process in self.processes]
+            futures = [process.submit(seeded, function, *args) for process in self.processes]
             done, waiting = concurrent.futures.wait(
                 futures, self.PATIENCE, concurrent.futures.FIRST_EXCEPTION
             )

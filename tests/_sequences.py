@@ -15,6 +15,18 @@ import torch_attn
 
 METHODS = ["ring", "gather", "all_to_all"]
 
+ALL: dict[str, Any] = {
+    "attn_mask": (4, 9, 11),
+    "window_size": (6, 2),
+    "query_offset": torch.tensor([1, 3]),
+    "key_lengths": torch.tensor([8, 11]),
+    "softcap": 3.0,
+    "alibi_slopes": (4,),
+    "sinks": (4,),
+}
+FAR = torch.tensor([2**61, -(2**61)])
+EXTREME = torch.tensor([2**62 - 1, 1 - 2**62])
+OF_32_BITS = torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32)
 # Queries, keys, heads of the query and of the keys, and options; numbers stand for tensors.
 CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "plain": (12, 12, 2, 2, {}),
@@ -28,7 +40,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "far offset": (5, 9, 2, 2, {"is_causal": True, "query_offset": -5}),
     "windows from far offsets": (
         *(5, 9, 2, 2),
-        {"query_offset": torch.tensor([2**61, -(2**61)]), "window_size": (2**61 + 1, 2**61 - 3)},
+        {"query_offset": FAR, "window_size": (2**61 + 1, 2**61 - 3)},
     ),
     "lengths": (6, 9, 2, 1, {"key_lengths": torch.tensor([7, 0])}),
     "soft cap": (8, 8, 2, 2, {"softcap": 2.0}),
@@ -38,21 +50,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "mask of keys": (5, 3, 2, 2, {"attn_mask": (5, 3), "softcap": 3.0}),
     "mask of rows": (7, 7, 2, 2, {"attn_mask": (7, 1), "sinks": (2,)}),
     "boolean mask": (7, 9, 2, 2, {"attn_mask": "bool"}),
-    "all": (
-        9,
-        11,
-        4,
-        2,
-        {
-            "attn_mask": (4, 9, 11),
-            "window_size": (6, 2),
-            "query_offset": torch.tensor([1, 3]),
-            "key_lengths": torch.tensor([8, 11]),
-            "softcap": 3.0,
-            "alibi_slopes": (4,),
-            "sinks": (4,),
-        },
-    ),
+    "all": (9, 11, 4, 2, ALL),
 }
 # Each was wrong once.
 FOUND: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
@@ -65,23 +63,14 @@ FOUND: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
         *(7, 7, 2, 2),
         {"attn_mask": (2, 7, 1), "is_causal": True, "query_offset": -3},
     ),
-    "extreme offsets": (
-        *(5, 9, 2, 2),
-        {"query_offset": torch.tensor([2**62 - 1, 1 - 2**62]), "is_causal": True, "sinks": (2,)},
-    ),
+    "extreme offsets": (5, 9, 2, 2, {"query_offset": EXTREME, "is_causal": True, "sinks": (2,)}),
     "windows from extreme offsets": (
         *(5, 9, 2, 2),
-        {
-            "query_offset": torch.tensor([2**62 - 1, 1 - 2**62]),
-            "window_size": (2**62, 2**62 - 4),
-        },
+        {"query_offset": EXTREME, "window_size": (2**62, 2**62 - 4)},
     ),
     "windows from offsets of 32 bits": (
         *(5, 9, 2, 2),
-        {
-            "query_offset": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
-            "window_size": (2**31, 2**31 - 3),
-        },
+        {"query_offset": OF_32_BITS, "window_size": (2**31, 2**31 - 3)},
     ),
 }
 CASES |= FOUND

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +37,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return builtin(query, key, value)
 
 
+def gradients(attention: Callable[..., Tensor]) -> list[Any]:
+    """Of a loss, in query, key and value."""
+    leaves = [t.requires_grad_() for t in inputs()]
+    attention(*leaves).square().sum().backward()
+    return [t.grad for t in leaves]
+
+
 def assert_close(actual: Any, expected: Any) -> None:
     """Compares half types to one unit in the last place of the largest value."""
     if isinstance(expected, Tensor):
@@ -47,15 +55,22 @@ def assert_close(actual: Any, expected: Any) -> None:
         assert_close(*pair)
 
 
-def operators(function: Callable[..., Any], *args: Any) -> set[str]:
-    """The names of the operators that ran, in this thread."""
+def operators(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, int]:
+    """How often each operator ran, in this thread."""
     with profile(activities=[ProfilerActivity.CPU]) as timeline:
-        function(*args)
-    return {event.key for event in timeline.key_averages()}
+        function(*args, **options)
+    return {event.key: event.count for event in timeline.key_averages()}
 
 
 def runs_attn(function: Callable[..., Any], *args: Any) -> bool:
     return any(name.startswith("attn::") for name in operators(function, *args))
+
+
+@pytest.fixture
+def compile_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 class Module(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -71,16 +72,15 @@ def build_stand_in(name: str) -> Path:
 
 
 def run_python(*arguments: str, **environment: str) -> str:
-    """What the command `python arguments` prints; fails with it."""
+    """What the command `python arguments` prints; fails with it, and with a line to paste."""
+    command = [sys.executable, *arguments]
     process = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
     )
-    assert process.returncode == 0, process.stdout[-8000:] + process.stderr[-4000:]
+    if process.returncode != 0:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        line = " ".join(["env", *variables, shlex.join(command)])
+        raise AssertionError(f"{process.stdout[-8000:]}{process.stderr[-4000:]}\n$ {line}")
     return process.stdout
 
 

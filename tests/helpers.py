@@ -1,4 +1,4 @@
-"""What the tests share: inputs, the accuracy bound, memory layouts, devices, processes."""
+"""What the tests share: inputs, results, memory layouts, devices, processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ KERNELS = [*CPU_CAPABILITIES, "cuda"] if GPU else CPU_CAPABILITIES
 SEED = 7
 INF = math.inf
 NAN = math.nan
+Sdpa = Callable[..., Tensor]
 
 
 class Inputs(NamedTuple):
@@ -51,6 +52,11 @@ def randn(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tenso
     return torch.randn(shape, dtype=drawn, device=device).to(dtype)
 
 
+def with_two_dtypes(cases: Iterable[Any]) -> list[tuple[Any, torch.dtype]]:
+    """Pairs of each case and two dtypes, which go round."""
+    return [(case, DTYPES[(i + j) % 4]) for i, case in enumerate(cases) for j in (0, 2)]
+
+
 def make_mask(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A mask of one of `MASK_KINDS`."""
     if kind == "bool":
@@ -68,18 +74,22 @@ def make_inputs(
     E: int = 16,
     Ev: int | None = None,
     *,
-    batch: tuple[int, ...] = (2,),
+    batch: tuple[int, ...] | None = (2,),
     heads: int | tuple[int, int, int] = 3,
     mask: tuple[int, ...] | None = None,
     kind: str = "float",
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:
-    """Random tensors `[*batch, heads, L or S, E or Ev]`; heads is one number or (Hq, Hk, Hv)."""
-    Hq, Hk, Hv = (heads,) * 3 if isinstance(heads, int) else heads
+    """Random tensors `[*batch, heads, L or S, E or Ev]`; heads is one number or (Hq, Hk, Hv).
+
+    With None as the batch they have neither batch nor heads.
+    """
+    of_each = (heads,) * 3 if isinstance(heads, int) else heads
+    query, key, value = (() if batch is None else (*batch, number) for number in of_each)
     return Inputs(
-        randn((*batch, Hq, L, E), dtype),
-        randn((*batch, Hk, S, E), dtype),
-        randn((*batch, Hv, S, E if Ev is None else Ev), dtype),
+        randn((*query, L, E), dtype),
+        randn((*key, S, E), dtype),
+        randn((*value, S, E if Ev is None else Ev), dtype),
         None if mask is None else make_mask(kind, mask, dtype),
     )
 
@@ -149,7 +159,7 @@ def ulp(x: float, dtype: torch.dtype) -> float:
 
 
 def results(
-    sdpa: Callable[..., Tensor], inputs: Inputs, grad_output: Tensor | None = None, **options: Any
+    sdpa: Sdpa, inputs: Inputs, grad_output: Tensor | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """The output and, given a gradient of it, the gradients of the inputs, by name."""
     if grad_output is None:
@@ -163,6 +173,35 @@ def results(
         output, list(wanted.values()), grad_output, materialize_grads=True
     )
     return {"output": output.detach(), **dict(zip(wanted, gradients, strict=True))}
+
+
+def leaves_along(x: Inputs, t: Inputs) -> tuple[Inputs, list[Tensor]]:
+    """x, of which those tensors are leaves that have a direction in t; and these leaves."""
+    pairs = list(zip(x, t, strict=True))
+    x = Inputs(*(a if d is None else a.detach().requires_grad_() for a, d in pairs))
+    return x, [a for a, d in zip(x, t, strict=True) if d is not None]
+
+
+def named(prefix: str, inputs: Inputs, tensors: Any) -> dict[str, Tensor]:
+    """The tensors by the names of those inputs that are not None."""
+    names = [name for name, t in inputs._asdict().items() if t is not None]
+    return {f"{prefix}{name}": t.detach() for name, t in zip(names, tensors, strict=True)}
+
+
+def double_backward(
+    sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any
+) -> dict[str, Tensor]:
+    """J t and H(u; x; t) = grad_x <u, J t>, as the gradients of J'u in direction t.
+
+    Only where t has a tensor does x require a gradient.
+    """
+    x, wanted = leaves_along(x, t)
+    u = u.detach().requires_grad_()
+    torch.manual_seed(SEED)
+    gradients = torch.autograd.grad(sdpa(*x, **options), wanted, u, create_graph=True)
+    along = [d for d in t if d is not None]
+    tangent, *second = torch.autograd.grad(gradients, [u, *wanted], along, materialize_grads=True)
+    return {"tangent": tangent.detach(), **named("second_", t, second)}
 
 
 def of_inputs(*some: Any, rest: Any) -> list[Any]:
@@ -265,9 +304,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
         *range(t.dim())[::-1]
     ),
 }
-
-# Each with two dtypes.
-PLACES = [(name, DTYPES[(i + j) % 4]) for i, name in enumerate(LAYOUTS) for j in (0, 2)]
 
 
 # --- instruction sets, devices, threads, processes ------------------------------------------------

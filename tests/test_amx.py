@@ -16,17 +16,17 @@ import torch
 from _variants import build_stand_in, run_fuzz, run_python, run_tests
 from helpers import CPU_CAPABILITIES
 
-pytestmark = [
-    pytest.mark.slow,  # compiles a library
-    pytest.mark.skipif(
-        "avx2" not in CPU_CAPABILITIES, reason="not run: the software is written with AVX2"
-    ),
-]
-
 # Tests of other files, and the tests in them that take too long in software.
 NAMES = "forward backward flex nan hidden_tiles dropout precision weights stats stats_hidden"
 TESTS = [f"tests/test_{name}.py" for name in NAMES.split()]
 LEFT_OUT = ["keys_that_no_row_sees", "surroundings_are_not_read"]
+
+pytestmark = [
+    pytest.mark.slow("csrc/core", "csrc/cpu", "tests/stand_in", "tests/fuzz", *TESTS),
+    pytest.mark.skipif(
+        "avx2" not in CPU_CAPABILITIES, reason="not run: the software is written with AVX2"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

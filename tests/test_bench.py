@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import errno
+import importlib
 import io
 import json
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -22,21 +23,26 @@ import torch
 from rich.console import Console
 
 import torch_attn
+from _variants import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(program: str, *arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
+    return run_python(str(BENCHMARKS / program), *arguments)
+
+
+@contextlib.contextmanager
+def imported(program: str) -> Iterator[Any]:
+    """A program as a module. Afterwards it, and the others that it imports, are forgotten: their
+    names, such as `memory`, are common ones."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module(program)
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            del sys.modules[name]
 
 
 @pytest.mark.slow  # a whole run
@@ -65,10 +71,14 @@ def test_bench(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # a whole run
 def test_bench_of_decoding_and_derivatives(tmp_path: Path) -> None:
+    """Held to an instruction set, of the CPU."""
     results = tmp_path / "results.json"
-    arguments = ["--device", "cpu", "--quick", "--json", str(results)]
+    arguments = ["--capability", "default", "--quick", "--json", str(results)]
     run("bench.py", *arguments, "--filter", "decode GQA")
-    assert all("gbytes" in r for r in json.loads(results.read_text())["speed"])
+    written = json.loads(results.read_text())
+    assert written["machine"]["capability"] == "default"
+    assert written["speed"]
+    assert all("gbytes" in r for r in written["speed"])
     run("bench.py", *arguments, "--filter", "jvp 512")
     (row,) = json.loads(results.read_text())["derivatives"]
     assert row["ours_mib"] < row["builtin_mib"]
@@ -90,23 +100,21 @@ def test_bench_of_the_grid_of_decoding(tmp_path: Path) -> None:
     assert f"{slower} of {len(rows)} slower than the built-in" in printed
 
 
+def silent() -> Console:
+    return Console(width=150, file=io.StringIO())
+
+
 def render(table: Any) -> str:
-    console = Console(width=150, file=io.StringIO())
+    console = silent()
     console.print(table)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The programs as modules."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import bench
-
-    yield bench
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
-            del sys.modules[name]
+def bench() -> Iterator[Any]:
+    """While it lasts, tests can import the other programs too."""
+    with imported("bench") as module:
+        yield module
 
 
 def test_unfused_is_the_same_function(bench: Any) -> None:
@@ -193,10 +201,6 @@ def test_bench_of_8_bits(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert other["change"] == pytest.approx(other["perplexity"] / first["perplexity"] - 1)
     for r in written["minilm"]:
         assert 0.99 < r["smallest"] <= r["mean"] < 1 + 1e-12
-
-
-def silent() -> Console:
-    return Console(width=150, file=io.StringIO())
 
 
 @pytest.mark.slow  # processes of their own
@@ -291,39 +295,25 @@ def test_rows_of_options(bench: Any) -> None:
     torch.testing.assert_close(actual, expected)
 
 
-FAKE_MACHINE = types.SimpleNamespace(gflops={"f32": 100.0}, per_cycle={"f32": 64.0})
-
-
 def test_share_of_the_peak_in_cycles(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from common import Case
 
-    class FakeCounter:
-        """As if each call took 80,000 cycles."""
-
-        def __init__(self) -> None:
-            self.cycles = 0
-
-        def read(self) -> int:
-            return self.cycles
-
-        def __enter__(self) -> FakeCounter:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.cycles = 0
-
-    counter = FakeCounter()
+    cycles = 0
 
     def sdpa(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        counter.cycles += 80_000
+        """As if each call took 80,000 cycles."""
+        nonlocal cycles
+        cycles += 80_000
         return torch.ops.attn.sdpa(*tensors, **options)
 
-    monkeypatch.setattr(bench, "Counter", lambda: counter)
+    counter = types.SimpleNamespace(read=lambda: cycles)
+    monkeypatch.setattr(bench, "Counter", lambda: contextlib.nullcontext(counter))
     monkeypatch.setattr(bench, "OPERATORS", (sdpa, bench.OPERATORS[1]))
     cases = [Case("8x8", 1, 8, 64, passes=("forward",), dtypes=("f32",))]
+    machine = types.SimpleNamespace(gflops={"f32": 100.0}, per_cycle={"f32": 64.0})
 
     def rows(counted: bool) -> list[dict[str, Any]]:
-        return bench.bench_speed(silent(), FAKE_MACHINE, cases, 0.0, "", counted)
+        return bench.bench_speed(silent(), machine, cases, 0.0, "", counted)
 
     (row,) = rows(counted=True)
     assert row["of_peak_cycles"] == pytest.approx(4 * 8 * 64 * 64 * 64 / 80_000 / 64)
@@ -402,23 +392,16 @@ def test_why_cycles_cannot_be_read(
 # What is made of results, the committed ones among them
 
 
-def in_the_documentation() -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """The result that the documentation quotes, that with the latest others, and its text."""
+def test_tables_are_those_of_the_documentation(bench: Any) -> None:
+    """Line by line, both ways: of the result that it quotes, and of the latest others."""
+    import tables
+
     text = "".join((ROOT / name).read_text() for name in ("docs/performance.md", "README.md"))
     (name,) = set(re.findall(r"benchmarks/results/([\w-]+)\.png", text))
     directory = BENCHMARKS / "results"
     kinds = ("peers", "models", "functions", "gpu")
-    others = (max(directory.glob(f"*-{kind}.json")) for kind in kinds)
-    files = (directory / f"{name}.json", *others)
+    files = [directory / f"{name}.json", *(max(directory.glob(f"*-{kind}.json")) for kind in kinds)]
     results = [json.loads(file.read_text()) for file in files]
-    return results[0], results, text
-
-
-def test_tables_are_those_of_the_documentation(bench: Any) -> None:
-    """Line by line, both ways."""
-    import tables
-
-    _, results, text = in_the_documentation()
     printed = [line for r in results for made in tables.tables(r) for line in made.splitlines()]
     made = {line for line in printed if line.startswith("|")}
     section = text[text.index("## Results") : text.index("## What bounds it")]
@@ -489,14 +472,6 @@ def test_chart_of_new_and_old_results(bench: Any, tmp_path: Path) -> None:
     assert not chart.draw(nothing, tmp_path / "nothing.png")
 
 
-@pytest.mark.slow  # a whole run
-def test_instruction_set_is_held(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    arguments = ["--quick", "--filter", "none", "--capability", "default"]
-    run("bench.py", *arguments, "--json", str(results))
-    assert json.loads(results.read_text())["machine"]["capability"] == "default"
-
-
 @pytest.mark.slow  # whole models
 @pytest.mark.parametrize("row", ["MiniLM forward bf16", "GPT, 4 layers decode f32"])
 def test_models(row: str, tmp_path: Path) -> None:
@@ -524,34 +499,21 @@ def test_unpad(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # whole models
-def test_models_without_ours_are_not_measured() -> None:
-    code = "import models; models.check([lambda: 0], 'MiniLM', 0.1, False)"
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 1
-    assert process.stderr.endswith("MiniLM: the model does not call attn\n")
+def test_models_without_ours_are_not_measured(bench: Any) -> None:
+    import models
+
+    with pytest.raises(SystemExit, match="MiniLM: the model does not call attn"):
+        models.check([lambda: 0], "MiniLM", 0.1, False)
 
 
-def test_peers_are_measured_until_the_noise_allows_it() -> None:
-    code = "import peers, sys; print(*(int(peers.settled(*x)) for x in eval(sys.argv[1])))"
-    asked = {
-        "the first round": ([], []),
-        "near, once": ([11.0], [10.0]),
-        "far, once": ([21.0], [10.0]),
-        "near and quiet": ([11.0, 11.1, 10.9], [10.0]),
-        "near and noisy": ([11.0, 12.0, 10.0], [10.0]),
-    }
-    said = subprocess.check_output(
-        [sys.executable, "-c", code, repr([*asked.values()])], cwd=BENCHMARKS, text=True
-    )
-    assert dict(zip(asked, said.split(), strict=True)) == {
-        "the first round": "0",
-        "near, once": "0",
-        "far, once": "1",
-        "near and quiet": "1",
-        "near and noisy": "0",
-    }
+def test_peers_are_measured_until_the_noise_allows_it(bench: Any) -> None:
+    import peers
+
+    assert not peers.settled([], [])
+    assert not peers.settled([11.0], [10.0])  # near, once
+    assert peers.settled([21.0], [10.0])  # far, once
+    assert peers.settled([11.0, 11.1, 10.9], [10.0])  # near and quiet
+    assert not peers.settled([11.0, 12.0, 10.0], [10.0])  # near and noisy
 
 
 @pytest.mark.slow  # compiles the peers

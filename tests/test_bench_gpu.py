@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -12,20 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from helpers import GPU
-from test_bench import BENCHMARKS, render, run
+from test_bench import BENCHMARKS, imported, render, run, silent
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import gpu
-
-    yield gpu
-    for name in ("gpu", "common", "chart"):
-        sys.modules.pop(name, None)
+def gpu() -> Iterator[Any]:
+    with imported("gpu") as module:
+        yield module
 
 
 def gpu_cases() -> list[Any]:
@@ -50,13 +44,10 @@ def gpu_cases() -> list[Any]:
 def run_on_cpu(gpu: Any, cases: list[Any], **options: Any) -> str:
     from common import wall_clock
 
-    console = Console(width=150, file=io.StringIO())
+    console = silent()
     defaults = {"seconds": 0.0, "limit": 100.0, "device": "cpu", "clock": wall_clock, "size": 64}
     gpu.main(console, cases, **(defaults | options))
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-PEAKS = {"peak_tflops": {"f32": 1.0, "bf16": 1.0, "f16": 1.0}, "read_gbytes": 1.0}
 
 
 def test_gpu_bench(gpu: Any, tmp_path: Path) -> None:
@@ -135,7 +126,8 @@ def test_gpu_bench_without_memory(gpu: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return wall_clock(function, repeat)
 
-    row = gpu.measure(gpu_cases()[0], "forward", "bf16", PEAKS, 0.0, "cpu", clock)
+    peaks = {"peak_tflops": {"bf16": 1.0}, "read_gbytes": 1.0}
+    row = gpu.measure(gpu_cases()[0], "forward", "bf16", peaks, 0.0, "cpu", clock)
     assert set(row["ms"]) == {"attn", "FLASH"}
     assert row["refused"]["MATH"] == gpu.NO_MEMORY
     assert "memory" in render(gpu.table([row]))

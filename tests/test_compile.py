@@ -53,54 +53,13 @@ def operators(graph: torch.fx.GraphModule) -> list[Any]:
     return [getattr(ops, t._opname) for t in targets if getattr(t, "namespace", None) == "attn"]
 
 
-def sizes(length: int) -> dict[str, Any]:
-    # equal sizes in a first call would be taken for one and the same
-    return {"L": length, "S": 2 * length + 3, "batch": (length % 7 + 5,)}
-
-
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "causal": ({}, {"is_causal": True}),
-    "grouped heads": ({"heads": (4, 2, 1)}, {"enable_gqa": True, "scale": 0.3}),
-    "mask": ({"mask": ("L", "S")}, {"is_causal": True}),
-    "mask of keys": ({"mask": (1, "S")}, {}),
-    "bool mask": ({"mask": (1, "S"), "kind": "bool"}, {}),
-}
-
-
-def make_option(option: str, length: int, **more: Any) -> tuple[Inputs, dict[str, Any]]:
-    shape, options = OPTIONS[option]
-    arguments = {**sizes(length), **shape, **more}
-    if "mask" in arguments:
-        arguments["mask"] = tuple(arguments.get(n, n) for n in arguments["mask"])
-    return make_inputs(**arguments), options
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles: int) -> None:
-    """With dynamic=None PyTorch takes sizes for constants until a second call differs."""
-    options = OPTIONS[option][1]
-    recorder, counter = Recorder(), CompileCounter()
-
-    def function(*x: Tensor) -> Tensor:
-        return torch_attn.sdpa(*x, **options)
-
-    forward = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
-    training = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=recorder.backend)
-    for length in (5, 8, 33, 64, 65, 100):
-        inputs, _ = make_option(option, length)
-        grad_output = make_grad_output(inputs, **options)
-        expected = results(function, inputs, grad_output)
-        assert_same_bits(results(training, inputs, grad_output), expected)
-        assert torch.equal(forward(*inputs), function(*inputs))
-    assert counter.frame_count == compiles
-    # Backward is compiled once in each, and computes nothing of the forward again.
-    assert recorder.graphs == [[ops._sdpa_forward], [ops._sdpa_backward]] * compiles
-
-
-# Options as a function of the lengths, whose values change from call to call.
-MORE_OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+# Options as a function of the lengths, whose values change from call to call; sizes of some.
+OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "causal": lambda L, S: {"is_causal": True},
+    "grouped heads": lambda L, S: {"enable_gqa": True, "scale": 0.3},
+    "mask": lambda L, S: {"is_causal": True},
+    "mask of keys": lambda L, S: {},
+    "bool mask": lambda L, S: {},
     "numbers": lambda L, S: {"query_offset": S - L, "key_lengths": S - 1, "is_causal": True},
     "negative offset": lambda L, S: {"query_offset": L - S, "window_size": (5, 3)},
     "tensors": lambda L, S: {
@@ -114,48 +73,75 @@ MORE_OPTIONS: dict[str, Callable[[int, int], dict[str, Any]]] = {
         "sinks": torch.arange(3.0),
     },
 }
+SIZES: dict[str, dict[str, Any]] = {
+    "grouped heads": {"heads": (4, 2, 1)},
+    "mask": {"mask": ("L", "S")},
+    "mask of keys": {"mask": (1, "S")},
+    "bool mask": {"mask": (1, "S"), "kind": "bool"},
+}
+
+
+def make_option(option: str, length: int) -> Inputs:
+    # equal sizes in a first call would be taken for one and the same
+    sizes = {"L": length, "S": 2 * length + 3, "batch": (length % 7 + 5,), **SIZES.get(option, {})}
+    if "mask" in sizes:
+        sizes["mask"] = tuple(sizes.get(n, n) for n in sizes["mask"])
+    return make_inputs(**sizes)
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("dynamic", "compiles"), [(True, 1), (None, 2)])
-@pytest.mark.parametrize("option", MORE_OPTIONS)
-def test_options_specialise_nothing(option: str, dynamic: bool | None, compiles: int) -> None:
-    """Neither numbers that depend on the lengths, symbolic where these are, nor tensors."""
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles: int) -> None:
+    """Numbers that depend on the lengths are symbolic where these are; tensors are inputs.
+
+    With dynamic=None PyTorch takes sizes for constants until a second call differs.
+    """
+    options_of = OPTIONS[option]
     recorder, counter = Recorder(), CompileCounter()
 
-    def numbers(query: Tensor, key: Tensor, value: Tensor, **tensors: Tensor) -> Tensor:
-        options = MORE_OPTIONS[option](query.size(-2), key.size(-2))
-        return torch_attn.sdpa(query, key, value, **{**options, **tensors})
+    def function(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **tensors: Tensor
+    ) -> Tensor:
+        options = options_of(query.size(-2), key.size(-2))
+        return torch_attn.sdpa(query, key, value, mask, **{**options, **tensors})
 
-    forward = torch.compile(numbers, fullgraph=True, dynamic=dynamic, backend=counter)
-    training = torch.compile(numbers, fullgraph=True, dynamic=dynamic, backend=recorder.backend)
+    forward = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=counter)
+    training = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=recorder.backend)
     for length in (5, 8, 33, 64, 65, 100):
-        inputs = make_inputs(**sizes(length))
-        options = MORE_OPTIONS[option](length, inputs.key.size(-2))
+        inputs = make_option(option, length)
+        options = options_of(length, inputs.key.size(-2))
         given = {n: t for n, t in options.items() if isinstance(t, Tensor)}
-        grad_output = make_grad_output(inputs)
-
-        def call(function: Callable[..., Tensor], given: Any = given) -> Callable[..., Tensor]:
-            return lambda *x: function(*x[:3], **given)
-
-        expected = results(call(numbers), inputs, grad_output)
-        assert_same_bits(results(call(training), inputs, grad_output), expected)
-        assert torch.equal(call(forward)(*inputs), call(numbers)(*inputs))
+        grad_output = make_grad_output(inputs, **options)
+        expected = results(function, inputs, grad_output, **given)
+        assert_same_bits(results(training, inputs, grad_output, **given), expected)
+        assert torch.equal(forward(*inputs, **given), function(*inputs, **given))
     assert counter.frame_count == compiles
+    # Backward is compiled once in each, and computes nothing of the forward again.
     assert recorder.graphs == [[ops._sdpa_forward], [ops._sdpa_backward]] * compiles
 
 
-@pytest.mark.parametrize("L", [5, 9])
-def test_inference_with_options_has_one_operator(L: int) -> None:
+@pytest.mark.parametrize("option", ["plain", "numbers"])
+def test_inference_has_one_operator(option: str) -> None:
+    """Of tensors without gradients, and of others where none is recorded."""
     recorder = Recorder()
 
     def function(*x: Tensor) -> Tensor:
-        return torch_attn.sdpa(*x, query_offset=x[1].size(-2) - x[0].size(-2), is_causal=True)
+        offset = x[1].size(-2) - x[0].size(-2)
+        options = {"query_offset": offset, "is_causal": True} if option == "numbers" else {}
+        return torch_attn.sdpa(*x, **options)
 
-    inputs = make_inputs(L, 7)[:3]
     compiled = torch.compile(function, fullgraph=True, backend=recorder.backend)
-    assert torch.equal(compiled(*inputs), function(*inputs))
-    assert recorder.graphs == [[ops.attention]]
+    for L in (5, 9):
+        inputs = make_inputs(L, 7)[:3]
+        assert torch.equal(compiled(*inputs), function(*inputs))
+    learning = make_inputs(5, 7).require_grad()[:3]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            compiled(*learning)
+    assert recorder.graphs
+    operator = ops.sdpa if option == "plain" else ops.attention
+    assert recorder.graphs == [[operator]] * len(recorder.graphs)
 
 
 @pytest.mark.regression
@@ -166,18 +152,6 @@ def test_results_share_no_memory(options: dict[str, Any]) -> None:
     inputs = make_inputs(5, 7).require_grad()[:3]
     compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
     compiled(*inputs, **options).sum().backward()
-
-
-def test_inference_has_one_operator() -> None:
-    recorder = Recorder()
-    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend=recorder.backend)
-    inputs = make_inputs(5, 7).require_grad()
-    with torch.no_grad():
-        compiled(*inputs)
-    with torch.inference_mode():
-        compiled(*inputs)
-    assert recorder.graphs == [[ops.sdpa]] * len(recorder.graphs)
-    assert recorder.graphs
 
 
 def scalar(*x: Tensor) -> Tensor:
@@ -253,15 +227,6 @@ def test_checkpoints_with_dynamic_shapes(layer: Callable[[Tensor], Tensor]) -> N
     assert torch.equal(compiled(x), layers(x))
 
 
-def test_double_backward_of_a_compiled_graph_is_refused_by_torch() -> None:
-    """For every operator: the derivative goes inside, as above."""
-    compiled = torch.compile(torch_attn.sdpa, fullgraph=True, backend="aot_eager")
-    inputs = make_inputs(5, 7).require_grad()[:3]
-    gradients = torch.autograd.grad(compiled(*inputs).sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        torch.autograd.grad(gradients[0].sum(), inputs)
-
-
 @pytest.mark.usefixtures("device")
 def test_dropout() -> None:
     """The backward drops what the forward dropped: <u, A V> = <A'u, V> for the weights kept, A."""
@@ -289,13 +254,6 @@ def test_autocast(device: str) -> None:
     expected = results(function, inputs, grad_output)
     assert expected["output"].dtype == torch.bfloat16
     assert_same_bits(results(compiled, inputs, grad_output), expected)
-
-
-@pytest.mark.usefixtures("device")
-def test_weights() -> None:
-    inputs = make_inputs(9, 13, mask=(9, 13))
-    compiled = torch.compile(torch_attn.sdpa_with_weights, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), torch_attn.sdpa_with_weights(*inputs))
 
 
 def test_error_names_the_argument() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,11 +91,7 @@ def encode() -> None:
     torch.testing.assert_close(output, expected)
 
 
-def test_an_encoder(run: Processes) -> None:
-    run(encode)
-
-
-def check_errors() -> None:
+def errors() -> None:
     x = torch.randn(1, 2, 12, 8)
     mine = x[:, :, : 12 // dist.get_world_size()]
     name = "context_parallel: "
@@ -133,10 +130,6 @@ def check_errors() -> None:
     torch_attn.sdpa(x, x, x)  # off again
 
 
-def test_errors(run: Processes) -> None:
-    run(check_errors)
-
-
 def compiled_before() -> None:
     """What was compiled for one process is compiled again, and raises."""
     x = torch.randn(1, 12, 8)
@@ -154,10 +147,6 @@ def compiled_before() -> None:
             torch.testing.assert_close(attend(batch["x"]), batch.cut(expected))
             with pytest.raises(RuntimeError, match="cannot be part of a compiled function"):
                 compiled(batch["x"])
-
-
-def test_compiled_before(run: Processes) -> None:
-    run(compiled_before)
 
 
 def recompute() -> None:
@@ -178,10 +167,6 @@ def recompute() -> None:
         output = checkpoint(attend, batch["x"], use_reentrant=False)
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         output.sum().backward()
-
-
-def test_checkpoints(run: Processes) -> None:
-    run(recompute)
 
 
 def within_torchs() -> None:
@@ -209,5 +194,7 @@ def within_torchs() -> None:
     torch_attn.sdpa(whole, whole, whole)  # off again
 
 
-def test_torchs_own(run: Processes) -> None:
-    run(within_torchs)
+@pytest.mark.each("check")
+@pytest.mark.parametrize("check", [encode, errors, compiled_before, recompute, within_torchs])
+def test_context_parallel(run: Processes, check: Callable[[], None]) -> None:
+    run(check)

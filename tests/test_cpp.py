@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from _variants import BUILD, ROOT, newest_clang
 from contract.calls import ALL, DENSE, OF_MODULE
 from torch_attn._library import IN_PACKAGE
 
+IN_PYTHON = Path(torch_attn.__file__).parent / IN_PACKAGE
 PAGE = ROOT / "docs" / "cpp.md"
 HEADERS = {"sdpa.h", "varlen.h", "multihead_attention.h"}
 TORCH_RELEASE = ".".join(torch.__version__.split(".")[:2])
@@ -146,12 +146,8 @@ def check_page(directory: Path, *options: str) -> None:
 # What find_package says, by a project without a compiler and a torch that is only a version.
 
 
-class Found(NamedTuple):
-    code: int
-    output: str
-
-
-def find_attn(directory: Path, torch_version: str, version: str = "") -> Found:
+def find_attn(directory: Path, torch_version: str, version: str = "") -> tuple[int, str]:
+    """The exit code, and what was said."""
     fake = directory / "torch" / "share" / "cmake" / "Torch"
     fake.mkdir(parents=True)
     (fake / "TorchConfig.cmake").write_text("add_library(torch INTERFACE IMPORTED)\n")
@@ -167,26 +163,23 @@ def find_attn(directory: Path, torch_version: str, version: str = "") -> Found:
     found = f"{directory / 'torch'};{prefixes().split(';')[0]}"
     options = [f"-DCMAKE_PREFIX_PATH={found}", "-G", "Ninja"]
     done = run("cmake", "-S", directory, "-B", directory / "build", *options)
-    return Found(done.returncode, " ".join((done.stdout + done.stderr).split()))
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 def test_another_torch_is_refused(tmp_path: Path) -> None:
-    found = find_attn(tmp_path, "2.4.1")
-    assert found.code != 0
-    assert f"was built for torch {TORCH_RELEASE}, but this is torch 2.4.1 in" in found.output
-    assert str(tmp_path / "torch") in found.output
+    code, output = find_attn(tmp_path, "2.4.1")
+    assert code != 0
+    assert f"was built for torch {TORCH_RELEASE}, but this is torch 2.4.1 in" in output
+    assert str(tmp_path / "torch") in output
 
 
 @pytest.mark.parametrize(
     ("version", "fits"), [("0.1", True), ("0.1.0 EXACT", True), ("0.0.9", False), ("0.2", False)]
 )
 def test_versions(tmp_path: Path, version: str, fits: bool) -> None:
-    found = find_attn(tmp_path, f"{TORCH_RELEASE}.7", version)
-    assert (found.code == 0) == fits, found.output
-    if fits:
-        assert f"attn {torch_attn.__version__}" in found.output
-    else:
-        assert f"attnConfig.cmake, version: {torch_attn.__version__}" in found.output
+    code, output = find_attn(tmp_path, f"{TORCH_RELEASE}.7", version)
+    assert (code == 0) == fits, output
+    assert ("attn " if fits else "attnConfig.cmake, version: ") + torch_attn.__version__ in output
 
 
 def test_the_command_prints_both_directories() -> None:
@@ -251,10 +244,7 @@ def test_only_our_headers_are_included_by_who_builds_it_with_himself(tmp_path: P
 
 @pytest.mark.slow
 def test_no_python_in_the_library(installed: Path) -> None:
-    for library in (
-        installed / "lib" / "libattn.so",
-        Path(torch_attn.__file__).parent / IN_PACKAGE,
-    ):
+    for library in (installed / "lib" / "libattn.so", IN_PYTHON):
         dynamic = succeed("readelf", "--dynamic", library)
         needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", dynamic)
         assert "libtorch_cpu.so" in needed
@@ -266,7 +256,7 @@ def test_no_python_in_the_library(installed: Path) -> None:
 @pytest.mark.slow
 def test_libraries_are_looked_for_beside_it_and_in_torch(installed: Path) -> None:
     """The package's library looks for nothing, because Python has loaded torch before it."""
-    assert searched(Path(torch_attn.__file__).parent / IN_PACKAGE) == []
+    assert searched(IN_PYTHON) == []
     torch_lib = str(Path(torch.__file__).parent / "lib")
     directories = searched(installed / "lib" / "libattn.so")
     assert directories[:2] == ["$ORIGIN", torch_lib]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from _cuda_programs import Compiler, compiler_of, needs_x86, run
+from _cuda_programs import SOURCES, Compiler, compiler_of, needs_x86, run
 
 # A place in a kernel and, between « and », an expression or a statement with what to put there
 # instead: each must be found. These depend on the order of threads, write past an end, or compute
@@ -671,7 +671,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return compiler_of(tmp_path_factory.mktemp("programs"), MUTATIONS.values())
 
 
-@pytest.mark.slow  # compiles kernels
+@pytest.mark.slow(*SOURCES)  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutation_is_found(mutation: str, compiled: Compiler) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from _cuda_programs import Compiler, compiler_of, needs_x86, run
+from _cuda_programs import SOURCES, Compiler, compiler_of, needs_x86, run
 from tests.cuda.programs import MEASURING, PROGRAMS, compile_program, find
 
 # Without these barriers the stand-in computes the same, because its shuffles wait for all lanes. A
@@ -57,7 +57,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return compiler_of(tmp_path_factory.mktemp("programs"), errors)
 
 
-@pytest.mark.slow  # compiles kernels
+@pytest.mark.slow(*SOURCES)  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str, compiled: Compiler) -> None:
@@ -69,7 +69,7 @@ def test_program(name: str, compiled: Compiler) -> None:
 LONG = {"check_backward_sizes", "check_backward_simt"}
 
 
-@pytest.mark.slow  # compiles kernels
+@pytest.mark.slow(*SOURCES)  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("name", sorted({*PROGRAMS} - LONG))
 def test_no_race(name: str, compiled: Compiler) -> None:
@@ -77,7 +77,7 @@ def test_no_race(name: str, compiled: Compiler) -> None:
     assert run(program, seeds=1, ATTN_STAND_IN_RACES="1").endswith("right\n")
 
 
-@pytest.mark.slow  # compiles kernels
+@pytest.mark.slow(*SOURCES)  # compiles kernels
 @needs_x86
 @pytest.mark.parametrize("place", BARRIERS, ids=[file for file, _ in BARRIERS])
 def test_race_is_found(place: tuple[str, str], compiled: Compiler) -> None:
@@ -90,7 +90,7 @@ def test_race_is_found(place: tuple[str, str], compiled: Compiler) -> None:
     assert len(re.findall(r"/cuda/\w+/\w+\.cuh:\d+", output)) >= 2, output
 
 
-@pytest.mark.slow  # compiles kernels
+@pytest.mark.slow(*SOURCES)  # compiles kernels
 @pytest.mark.skipif(not find("nvcc"), reason="not run: nvcc is not there")
 @pytest.mark.parametrize("name", [*PROGRAMS, *MEASURING])
 def test_program_for_a_gpu(name: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.cuda.programs import HOPPER, find
 ROOT = Path(__file__).parents[1]
 NVCC, NVDISASM = find("nvcc"), find("nvdisasm")
 pytestmark = [
-    pytest.mark.slow,  # compiles kernels
+    pytest.mark.slow("csrc/core", "csrc/cuda"),  # compiles kernels
     pytest.mark.skipif(
         not (NVCC and NVDISASM), reason="not run: nvcc and nvdisasm are not both there"
     ),

@@ -19,14 +19,6 @@ from helpers import DTYPES
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import decode_model
 
-# The fibers switch stacks with a few instructions of x86.
-pytestmark = [
-    pytest.mark.slow,  # compiles a library
-    pytest.mark.skipif(
-        platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
-    ),
-]
-
 # Tests of other files. Left out are tests that run no kernels, that take long with fibers, or whose
 # mask is expanded before the kernels see it. Where weights have no kernels, sdpa finds too many
 # leading dimensions in a call of sdpa_with_weights, and names itself.
@@ -51,6 +43,14 @@ LEFT_OUT = [
     "test_validate and (operator or gradient or (leading and with_weights))",
     "test_stats and (long_sequence or beyond)",
     "fewer_than_two_dimensions or third_order or weigh_alike or memory or many_sequences",
+]
+
+# The fibers switch stacks with a few instructions of x86.
+pytestmark = [
+    pytest.mark.slow("csrc", "tests/stand_in", "tests/fuzz", *TESTS, *ON_HOPPER),
+    pytest.mark.skipif(
+        platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
+    ),
 ]
 
 
@@ -81,7 +81,7 @@ def test_kernels(library: Path) -> None:
 
 def test_kernels_of_hopper(library: Path) -> None:
     # Two tests are about calls that are not invariant.
-    left_out = [*LEFT_OUT, "test_it_is_asked_for or test_all_threads"]
+    left_out = [*LEFT_OUT, "test_bits_differ_without_invariant or test_all_threads"]
     some = ["--tiers", "quick", "-k", f"not ({' or '.join(left_out)})"]
     options = {**environment(library, seed=1, capability=90), "ATTN_INVARIANT": "1"}
     run_tests(*some, *ON_HOPPER, at_least=250, **options)
@@ -493,6 +493,6 @@ for dtype in (torch.bfloat16, torch.float32):
 
 
 @pytest.mark.regression
-def test_heads_that_meet(library: Path) -> None:
+def test_a_hidden_tile_between_heads_is_not_read(library: Path) -> None:
     printed = run_python("-c", HEADS_THAT_MEET, **environment(library, seed=1))
     assert printed == 4 * "0 0\n"

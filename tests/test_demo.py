@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,31 +9,22 @@ import matplotlib.image
 import pytest
 import torch
 
+from _variants import run_python
 from examples.demo import parity, report, text
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow  # trains
 def test_quick_run(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--quick", "--out", str(tmp_path / "pictures")],
-        cwd=ROOT,
-        # One thread: the threads of several busy processes would wait for each other.
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    assert "attn was called 12 times: 6 layers x 2 batches; 0 times by" in run.stdout
-    assert "the losses differ by at most" in run.stdout
-    assert "every error of attn is at most twice the built-in's" in run.stdout
-    assert "output, weights and scores are the formula's" in run.stdout
+    command = ["-m", "examples.demo", "--quick", "--out", str(tmp_path / "pictures")]
+    # One thread: the threads of several busy processes would wait for each other.
+    printed = run_python(*command, COLUMNS="120", OMP_NUM_THREADS="1")
+    assert "attn was called 12 times: 6 layers x 2 batches; 0 times by" in printed
+    assert "the losses differ by at most" in printed
+    assert "every error of attn is at most twice the built-in's" in printed
+    assert "output, weights and scores are the formula's" in printed
     for name in ("loss.png", "four_tokens.png"):
         picture = tmp_path / "pictures" / name
-        assert str(picture) in run.stdout
+        assert str(picture) in printed
         pixels = matplotlib.image.imread(picture)
         assert min(pixels.shape[:2]) > 500
         assert pixels[..., :3].std() > 0.05, f"{name} is nearly blank"

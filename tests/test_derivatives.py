@@ -14,28 +14,22 @@ from torch import Tensor
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import torch_attn
-from _cases import CAUSAL, GQA, SMALL, Case
+from _cases import CAUSAL, F64, GQA, SMALL, Case
 from _operators import arguments
-from _second_order import (
-    F64,
-    Sdpa,
-    check_second,
-    directions,
-    double_backward,
-    make_grad_output,
-    named,
-    over_forward,
-    over_reverse,
-    problem,
-)
+from _second_order import check_second, directions, over_forward, over_reverse
 from helpers import (
     DTYPES,
     INF,
     LAYOUTS,
     SEED,
     Inputs,
+    Sdpa,
     assert_same_bits,
+    double_backward,
+    make_grad_output,
     make_inputs,
+    named,
+    with_two_dtypes,
 )
 from torch_attn import reference
 
@@ -199,31 +193,13 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def make_large(case: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
     sizes, options = LARGE[case]
-    if sizes.get("batch", ()) is None:
-        return make_inputs(**{**sizes, "batch": (), "heads": 1}, dtype=dtype).map(
-            lambda t: t[0]
-        ), options
     return make_inputs(**sizes, dtype=dtype), options
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(
-    ("case", "dtype"), [(name, DTYPES[(i + j) % 4]) for i, name in enumerate(LARGE) for j in (0, 2)]
-)
+@pytest.mark.parametrize(("case", "dtype"), with_two_dtypes(LARGE))
 def test_accuracy(case: str, dtype: torch.dtype) -> None:
-    check_second(problem(make_large, case, dtype))
-
-
-MASKED_ROWS = [0, 3, 8]
-
-
-def make_masked_rows(S: int, kind: str, dtype: torch.dtype) -> tuple[Inputs, dict[str, Any]]:
-    attend = torch.ones(9, S, dtype=torch.bool)
-    attend[MASKED_ROWS] = False
-    added = torch.zeros(9, S, dtype=dtype).masked_fill(~attend, -INF)
-    return make_inputs(9, S, dtype=dtype)._replace(
-        attn_mask={"bool": attend, "-inf": added}[kind]
-    ), {}
+    check_second(*make_large(case, dtype))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -232,11 +208,16 @@ def make_masked_rows(S: int, kind: str, dtype: torch.dtype) -> tuple[Inputs, dic
 @pytest.mark.parametrize("S", [1, 5, 70])
 def test_fully_masked_rows(S: int, kind: str, dtype: torch.dtype) -> None:
     """0, not NaN, in their own rows and in all that they could reach."""
-    actual = check_second(problem(make_masked_rows, S, kind, dtype))
-    assert (actual["tangent"][..., MASKED_ROWS, :] == 0).all()
-    assert (actual["second_query"][..., MASKED_ROWS, :] == 0).all()
+    rows = [0, 3, 8]
+    mask = torch.ones(9, S, dtype=torch.bool)
+    mask[rows] = False
     if kind == "-inf":
-        assert (actual["second_attn_mask"][MASKED_ROWS] == 0).all()
+        mask = torch.zeros(9, S, dtype=dtype).masked_fill(~mask, -INF)
+    actual = check_second(make_inputs(9, S, dtype=dtype)._replace(attn_mask=mask), {})
+    assert (actual["tangent"][..., rows, :] == 0).all()
+    assert (actual["second_query"][..., rows, :] == 0).all()
+    if kind == "-inf":
+        assert (actual["second_attn_mask"][rows] == 0).all()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -396,50 +377,3 @@ def test_a_direction_that_does_not_fit_is_an_error(name: str) -> None:
         wrong[names.index(argument)] = wrong[names.index(argument)][..., :3, :]
         with pytest.raises(RuntimeError, match=argument):
             getattr(torch.ops.attn, name)(*wrong, **keywords)
-
-
-# --- what it is for -------------------------------------------------------------------------------
-
-
-def loss(sdpa: Sdpa, *tensors: Tensor) -> Tensor:
-    """A scalar with curvature of its own on both sides of the attention."""
-    query, key, value, mask = tensors
-    return sdpa(query.tanh(), key, value.sin(), mask, is_causal=True).square().mean()
-
-
-@pytest.mark.usefixtures("kernels")
-def test_hessian_vector_products() -> None:
-    x = make_inputs(20, 30, mask=(3, 20, 1), dtype=F64)
-    v = tuple(directions(x))
-
-    def products(sdpa: Sdpa) -> list[tuple[Tensor, ...]]:
-        function = functools.partial(loss, sdpa)
-        gradient = torch.func.grad(function, argnums=(0, 1, 2, 3))
-        return [
-            torch.autograd.functional.hvp(function, tuple(x), v)[1],
-            torch.autograd.functional.vhp(function, tuple(x), v)[1],
-            torch.func.jvp(gradient, tuple(x), v)[1],
-            torch.func.vjp(gradient, *x)[1](v),
-            torch.func.grad(lambda *y: torch.func.jvp(function, y, v)[1], (0, 1, 2, 3))(*x),
-        ]
-
-    expected = products(reference.sdpa)[0]
-    for product in products(torch_attn.sdpa):
-        torch.testing.assert_close(product, expected)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_gradient_penalty_trains() -> None:
-    """A loss with the norm of a gradient in it: parameters get the reference's gradients."""
-
-    def penalised(sdpa: Sdpa) -> list[Tensor]:
-        torch.manual_seed(SEED)
-        project = torch.nn.Linear(8, 24, dtype=F64)
-        x = torch.randn(2, 5, 8, dtype=F64, requires_grad=True)
-        output = sdpa(*project(x).chunk(3, -1)).sum()
-        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
-        (output + (gradient.norm() - 1) ** 2).backward()
-        return [p.grad for p in project.parameters()]
-
-    for actual, expected in zip(penalised(torch_attn.sdpa), penalised(reference.sdpa), strict=True):
-        torch.testing.assert_close(actual, expected)

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_attn
-from _models import Calls, InFloat64, assert_close_in_float64
+from _models import assert_close_in_float64, error_of_register, float64, step
 from helpers import INF
 from torch_attn import reference
 from torch_attn.integrations.diffusers import (
@@ -36,6 +35,7 @@ dispatch = importlib.import_module("diffusers.models.attention_dispatch")
 
 ATTN = register()
 B, TEXT = 2, 5  # samples and tokens of text
+SMALL = {"in_channels": 4, "num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
 
 
 class Example(NamedTuple):
@@ -52,20 +52,24 @@ def half_padded() -> Tensor:
     return torch.arange(TEXT) < torch.tensor([[TEXT], [3]])
 
 
+def prompts() -> dict[str, Tensor]:
+    """What models get for each sample: when in the denoising it is, and a text."""
+    return {
+        "timestep": torch.tensor([3, 8]),
+        "encoder_hidden_states": torch.randn(B, TEXT, 12),
+    }
+
+
 def flux() -> Example:
     model = diffusers.FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
+        **SMALL,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=12,
         pooled_projection_dim=8,
         axes_dims_rope=(4, 4, 8),
     )
-    inputs = {
+    inputs = prompts() | {
         "hidden_states": torch.randn(B, 16, 4),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
         "pooled_projections": torch.randn(B, 8),
         "timestep": torch.tensor([0.3, 0.8]),
         "img_ids": torch.cartesian_prod(*map(torch.arange, (1, 4, 4))),
@@ -77,17 +81,13 @@ def flux() -> Example:
 def qwen_image() -> Example:
     """A model with a mask of the padded prompts, `[B, S]`."""
     model = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
+        **SMALL | {"in_channels": 16, "num_layers": 2},
         out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=12,
         axes_dims_rope=(4, 6, 6),
     )
-    inputs = {
+    inputs = prompts() | {
         "hidden_states": torch.randn(B, 16, 16),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
         "encoder_hidden_states_mask": half_padded(),
         "timestep": torch.tensor([0.3, 0.8]),
         "img_shapes": [(1, 4, 4)] * B,
@@ -98,11 +98,8 @@ def qwen_image() -> Example:
 def hunyuan_video() -> Example:
     """A model with boolean masks `[B, 1, 1, S]`. A layer of its own refines the prompts."""
     model = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
+        **SMALL,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
         patch_size=1,
@@ -111,10 +108,8 @@ def hunyuan_video() -> Example:
         pooled_projection_dim=8,
         rope_axes_dim=(4, 6, 6),
     )
-    inputs = {
+    inputs = prompts() | {
         "hidden_states": torch.randn(B, 4, 2, 4, 4),
-        "timestep": torch.tensor([3, 8]),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
         "encoder_attention_mask": half_padded(),
         "pooled_projections": torch.randn(B, 8),
     }
@@ -124,18 +119,10 @@ def hunyuan_video() -> Example:
 def ltx() -> Example:
     """A model with attention to the prompts under a mask that is added to the scores."""
     model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        cross_attention_dim=32,
-        num_layers=1,
-        caption_channels=12,
+        **SMALL, out_channels=4, cross_attention_dim=32, caption_channels=12
     )
-    inputs = {
+    inputs = prompts() | {
         "hidden_states": torch.randn(B, 2 * 4 * 4, 4),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
-        "timestep": torch.tensor([3, 8]),
         "encoder_attention_mask": half_padded().long(),
         "num_frames": 2,
         "height": 4,
@@ -146,21 +133,11 @@ def ltx() -> Example:
 
 def wan() -> Example:
     """A model with attention to the prompts, whose tokens are more or fewer than the video's."""
+    sizes = SMALL | {"attention_head_dim": 12}
     model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=12,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=1,
+        **sizes, out_channels=4, text_dim=12, freq_dim=16, ffn_dim=16
     )
-    inputs = {
-        "hidden_states": torch.randn(B, 4, 2, 4, 4),
-        "timestep": torch.tensor([3, 8]),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
-    }
+    inputs = prompts() | {"hidden_states": torch.randn(B, 4, 2, 4, 4)}
     return Example(model, inputs, attends=2)
 
 
@@ -176,26 +153,8 @@ def _native_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    with InFloat64():
+    with float64():
         yield
-    torch.set_default_dtype(torch.float32)
-
-
-def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Calls, int]:
-    """Output, gradients of all parameters, and operators and calls of a forward and a backward."""
-    model.zero_grad()
-    before = torch_attn.calls()["diffusers"]
-    with Calls() as operators:
-        output = model(**inputs, return_dict=False)[0]
-        output.square().sum().backward()
-    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return (
-        output.detach(),
-        torch.cat(gradients),
-        operators,
-        torch_attn.calls()["diffusers"] - before,
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,15 +162,17 @@ def run(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Calls, int]
 def test_outputs_and_gradients_are_those_of_the_native_backend(name: str) -> None:
     model, inputs, attends, own = MODELS[name]()
     model.set_attention_backend("native")
-    expected, expected_gradients, operators, counted = run(model, inputs)
-    assert (operators.builtin, operators.forward, counted) == (attends + own, 0, 0)
+    native = step("diffusers", model, inputs)
+    operators = native.operators
+    assert (operators.builtin, operators.forward, native.calls) == (attends + own, 0, 0)
 
     model.set_attention_backend(ATTN)
-    output, gradients, operators, counted = run(model, inputs)
-    assert (operators.builtin, operators.forward, counted) == (own, attends, attends)
+    ours = step("diffusers", model, inputs)
+    operators = ours.operators
+    assert (operators.builtin, operators.forward, ours.calls) == (own, attends, attends)
     assert operators.count["attn::_sdpa_backward"] == attends
-    assert_close_in_float64(output, expected)
-    assert_close_in_float64(gradients, expected_gradients)
+    assert_close_in_float64(ours.output, native.output)
+    assert_close_in_float64(ours.gradients, native.gradients)
 
 
 def test_the_context_manager() -> None:
@@ -300,56 +261,31 @@ def unet() -> Example:
         attention_head_dim=2,
         cross_attention_dim=12,
     )
-    inputs = {
+    inputs = prompts() | {
         "sample": torch.randn(B, 4, 8, 8),
-        "timestep": torch.tensor([3, 8]),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
         "encoder_attention_mask": half_padded(),
     }
     return Example(model, inputs, attends=0, own=2 * (1 + 1 + 2))
 
 
-def dit() -> Example:
-    model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        num_layers=1,
-        sample_size=4,
-        norm_num_groups=4,
-        num_embeds_ada_norm=10,
-    )
-    inputs = {
-        "hidden_states": torch.randn(B, 4, 4, 4),
-        "timestep": torch.tensor([3, 8]),
-        "class_labels": torch.tensor([1, 2]),
-    }
-    return Example(model, inputs, attends=0, own=1)
-
-
 def stable_diffusion_3() -> Example:
     model = diffusers.SD3Transformer2DModel(
+        **SMALL,
         sample_size=4,
-        in_channels=4,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
         joint_attention_dim=12,
-        caption_projection_dim=16,
+        caption_projection_dim=32,
         pooled_projection_dim=8,
         out_channels=4,
         pos_embed_max_size=4,
     )
-    inputs = {
+    inputs = prompts() | {
         "hidden_states": torch.randn(B, 4, 4, 4),
-        "encoder_hidden_states": torch.randn(B, TEXT, 12),
         "pooled_projections": torch.randn(B, 8),
-        "timestep": torch.tensor([3, 8]),
     }
     return Example(model, inputs, attends=0, own=1)
 
 
-OTHERS = {make.__name__: make for make in (unet, dit, stable_diffusion_3)}
+OTHERS = {make.__name__: make for make in (unet, stable_diffusion_3)}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -358,14 +294,14 @@ def test_models_that_never_call(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """They take the name and keep the built-in, in whose place `attn` then gives the same."""
     model, inputs, _, own = OTHERS[name]()
     model.eval().set_attention_backend(ATTN)
-    expected, expected_gradients, operators, counted = run(model, inputs)
-    assert (operators.builtin, operators.forward, counted) == (own, 0, 0)
+    builtin = step("diffusers", model, inputs)
+    assert (builtin.operators.builtin, builtin.operators.forward, builtin.calls) == (own, 0, 0)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", torch_attn.sdpa)
-    output, gradients, operators, _ = run(model, inputs)
-    assert (operators.builtin, operators.forward) == (0, own)
-    assert_close_in_float64(output, expected)
-    assert_close_in_float64(gradients, expected_gradients)
+    ours = step("diffusers", model, inputs)
+    assert (ours.operators.builtin, ours.operators.forward) == (0, own)
+    assert_close_in_float64(ours.output, builtin.output)
+    assert_close_in_float64(ours.gradients, builtin.gradients)
 
 
 # --- diffusers that cannot be imported ------------------------------------------------------------
@@ -378,15 +314,19 @@ def test_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
         register()
 
 
-# Files of packages that come before the installed ones, and the error.
+# Files of packages that come before the installed ones; the type, text and name of the error.
+UNKNOWN = (
+    "ImportError: diffusers {} has no attention backends that torch_attn knows; it needs diffusers "
+    "0.35 or later: in a checkout of torch_attn, pip install --no-build-isolation -e '.[diffusers]'"
+    " (diffusers)"
+)
 BROKEN = {
     "old": (
         {
             "diffusers/__init__.py": "__version__ = '0.34.0'",
             "diffusers/models/__init__.py": "",
         },
-        "diffusers 0.34.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
-        "or later: in a checkout of torch_attn, pip install --no-build-isolation -e '.[diffusers]'",
+        UNKNOWN.format("0.34.0"),
     ),
     "other backends": (
         {
@@ -394,35 +334,21 @@ BROKEN = {
             "diffusers/models/__init__.py": "",
             "diffusers/models/attention_dispatch.py": "class Registry: pass",
         },
-        "diffusers 99.0 has no attention backends that torch_attn knows; it needs diffusers 0.35 "
-        "or later: in a checkout of torch_attn, pip install --no-build-isolation -e '.[diffusers]'",
+        UNKNOWN.format("99.0"),
     ),
     "something missing": (
         {"diffusers/__init__.py": "import attn_test_missing"},
-        "diffusers is installed but does not import: ModuleNotFoundError: No module named "
-        "'attn_test_missing'",
+        "ImportError: diffusers is installed but does not import: ModuleNotFoundError: No module "
+        "named 'attn_test_missing' (attn_test_missing)",
     ),
 }
 
 
 @pytest.mark.parametrize("which", BROKEN)
 def test_who_is_to_blame(which: str, tmp_path: Path) -> None:
-    """The package that does not work is named, with its own message."""
+    """The package that does not work is named, with its own message, and it is the cause."""
     files, expected = BROKEN[which]
-    for name, source in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(source)
-    code = f"""
-import sys
-from torch_attn.integrations.diffusers import register
-sys.path.insert(0, {str(tmp_path)!r})
-try:
-    register()
-except ImportError as error:
-    print(error)
-"""
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert result.stdout.decode().strip() == expected
+    assert error_of_register("diffusers", files, tmp_path) == expected
 
 
 # --- the function itself --------------------------------------------------------------------------
@@ -438,20 +364,21 @@ MASKS = {
     "none": None,
     "padding": half_padded(),
     "padding, added": torch.where(half_padded(), 0.5, -INF),
-    "boolean": half_padded()[:, None, None, :],
     "added": torch.linspace(-1, 1, B * 4 * 6 * TEXT).view(B, 4, 6, TEXT),
 }
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", MASKS)
-def test_masks(qkv: tuple[Tensor, Tensor, Tensor], kind: str) -> None:
+def test_masks(qkv: tuple[Tensor, Tensor, Tensor], kind: str, is_causal: bool) -> None:
     mask = MASKS[kind]
-    output = attention_forward(*qkv, mask, scale=0.3, enable_gqa=True)
+    options = {"is_causal": is_causal, "scale": 0.3, "enable_gqa": True}
+    output = attention_forward(*qkv, mask, **options)
     assert output.is_contiguous()
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None, :]
     heads_first = [t.transpose(1, 2) for t in qkv]
-    expected = reference.sdpa(*heads_first, mask, scale=0.3, enable_gqa=True)
+    expected = reference.sdpa(*heads_first, mask, **options)
     torch.testing.assert_close(output.transpose(1, 2), expected)
 
 
@@ -465,16 +392,6 @@ def test_block_masks(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
             *qkv, seen[:, None], is_causal=is_causal, scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(output, expected)
-
-
-def test_causal_and_dropout(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value = qkv
-    heads_first = [t.transpose(1, 2) for t in qkv]
-    output = attention_forward(query, key, value, is_causal=True, enable_gqa=True)
-    expected = reference.sdpa(*heads_first, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(output.transpose(1, 2), expected)
-    dropped = attention_forward(query, key, value, dropout_p=1.0, enable_gqa=True)
-    assert (dropped == 0).all()
 
 
 @pytest.mark.parametrize(

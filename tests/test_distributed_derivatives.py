@@ -1,159 +1,64 @@
-"""The derivatives of attention over several processes, as PyTorch checks them."""
+"""Derivatives of attention over several processes: along one tensor, and where processes differ."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torch_attn
+from _distributed import assert_same
 from _processes import Processes, processes_of
 from _sequences import METHODS, own_leaf, own_part, under
+from torch_attn import reference
 
-run = processes_of(2, 4)
-
-
-# The derivatives, as PyTorch checks them. A tensor is either the same on all processes, or local to
-# each. The functions from the one to the other are adjoint, with gradients and tangents alike.
+run, two = processes_of(2, 4), processes_of(2)
 
 
-class Cut(torch.autograd.Function):
-    """The own rows of a tensor that all have."""
-
-    @staticmethod
-    def forward(whole: Tensor) -> Tensor:
-        return own_part("query", whole).clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.length = inputs[0].shape[-2]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Join.apply(gradient, ctx.length)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return Cut.apply(tangent)
-
-
-class Join(torch.autograd.Function):
-    """Joins the rows of each process to a tensor of `length` rows that all have."""
-
-    @staticmethod
-    def forward(block: Tensor, length: int) -> Tensor:
-        whole = block.new_zeros(*block.shape[:-2], length, block.shape[-1])
-        own_part("query", whole).copy_(block)
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.length = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Cut.apply(gradient), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return Join.apply(tangent, ctx.length)
-
-
-class Given(torch.autograd.Function):
-    """A tensor that all have, to each, whose gradients are shares."""
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Added.apply(gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return Given.apply(tangent)
-
-
-class Added(torch.autograd.Function):
-    """The sum of what each has, to all."""
-
-    @staticmethod
-    def forward(share: Tensor) -> Tensor:
-        total = share.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return Given.apply(gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Any:
-        return Added.apply(tangent)
-
-
-def check_derivatives(second: bool) -> None:
+def check_one_tensor(method: str) -> None:
     torch.manual_seed(0)
     L, S = 5, 3
-    shapes = [(2, L, 2), (2, S, 2), (2, S, 1), (L, S), (2,), (2,)]
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    shapes = {"query": (2, L, 2), "key": (2, S, 2), "value": (2, S, 1), "attn_mask": (L, S)}
+    shapes |= {"alibi_slopes": (2,), "sinks": (2,)}
+    tensors = {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
     options = {"is_causal": True, "query_offset": 1, "softcap": 3.0}
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
-        blocks = [Cut.apply(t) for t in (query, key, value, mask)]
-        slopes, sinks = (Given.apply(t) for t in rest)
-        output = torch_attn.distributed.sdpa(
-            *blocks, lengths=(L, S), alibi_slopes=slopes, sinks=sinks, **options
-        )
-        whole: Tensor = Join.apply(output, L)
-        return whole
-
-    query, key, value, mask, slopes, sinks = inputs
-    expected = torch_attn.sdpa(query, key, value, mask, alibi_slopes=slopes, sinks=sinks, **options)
-    torch.testing.assert_close(attend(*inputs), expected)
-    if second:
-        # gradgradcheck leaves out gradients that have no graph.
-        output = attend(*inputs).square().sum()
-        gradients = torch.autograd.grad(output, inputs, create_graph=True)
-        assert all(g.requires_grad for g in gradients)
-        assert torch.autograd.gradgradcheck(attend, inputs)
-    else:
-        assert torch.autograd.gradcheck(attend, inputs, check_forward_ad=True)
+    attend = functools.partial(torch_attn.distributed.sdpa, lengths=(L, S), **options)
+    for name, tensor in tensors.items():
+        whole = torch.randn_like(tensor)
+        direction = own_part(name, whole)
+        blocks = {n: own_part(n, t).clone() for n, t in tensors.items()}
+        with forward_ad.dual_level():
+            dual = {name: forward_ad.make_dual(tensor, whole)}
+            tangent = forward_ad.unpack_dual(reference.sdpa(**tensors | dual, **options)).tangent
+            dual = {name: forward_ad.make_dual(blocks[name], direction)}
+            found = forward_ad.unpack_dual(attend(**blocks | dual)).tangent
+        expected = own_part("output", tangent)
+        assert_same(found, expected, name)
+        if method == "ring":
+            continue
+        blocks[name].requires_grad_()
+        output = attend(**blocks)
+        upstream = torch.ones_like(output, requires_grad=True)
+        (gradient,) = torch.autograd.grad(output, blocks[name], upstream, create_graph=True)
+        (found,) = torch.autograd.grad((gradient * direction).sum(), upstream)
+        assert_same(found, expected, name)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_gradcheck(run: Processes, method: str) -> None:
-    """Forward and reverse mode; every process moves the same numbers in the same order."""
-    run(under, method, check_derivatives, False)
-
-
-@pytest.mark.slow  # many evaluations over processes
-@pytest.mark.parametrize("method", ["gather", "all_to_all"])
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_gradgradcheck(run: Processes, method: str) -> None:
-    run(under, method, check_derivatives, True)
-
-
-# What one process cannot see by itself, and what a call of one process would refuse.
+def test_along_one_tensor(two: Processes, method: str) -> None:
+    """The other tensors have no tangents. The derivative of the tensor's gradient, in the gradient
+    that is given to the backward, is the tangent too; a ring has no second derivatives."""
+    two(under, method, check_one_tensor, method)
 
 
 def check_mask_of_few_rows(L: int) -> None:
@@ -165,9 +70,9 @@ def check_mask_of_few_rows(L: int) -> None:
     blocks = [own_leaf(t) for t in (query, key, value, mask)]
     group = dist.new_group(timeout=datetime.timedelta(seconds=5))  # an error must not reach others
     output = torch_attn.distributed.sdpa(*blocks, group=group, lengths=(L, L))
-    torch.testing.assert_close(output, own_part("output", expected), rtol=1e-10, atol=1e-11)
+    assert_same(output, own_part("output", expected))
     (found,) = torch.autograd.grad(output.square().sum(), blocks[3])
-    torch.testing.assert_close(found, own_part("output", gradient), rtol=1e-10, atol=1e-11)
+    assert_same(found, own_part("output", gradient))
 
 
 @pytest.mark.parametrize("L", [2, 3, 6])
@@ -208,17 +113,16 @@ def check_change_in_place(name: str, method: str, way: str) -> None:
             found = torch.autograd.grad(loss, blocks)
         for gradient, other in zip(found, expected, strict=True):
             own = gradient.to_local() if way == "DTensor" else gradient
-            torch.testing.assert_close(own, own_part("query", other), rtol=1e-10, atol=1e-11)
+            assert_same(own, own_part("query", other))
 
 
 @pytest.mark.regression
 @pytest.mark.parametrize("way", ["plain", "hooks", "DTensor"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["query_offset", "key_lengths"])
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_numbers_that_change_in_place(run: Processes, name: str, method: str, way: str) -> None:
+def test_numbers_that_change_in_place(two: Processes, name: str, method: str, way: str) -> None:
     """Between forward and backward: an error, or the gradients of the forward."""
-    run(check_change_in_place, name, method, way)
+    two(check_change_in_place, name, method, way)
 
 
 class Swallowed(torch.autograd.Function):
@@ -243,26 +147,10 @@ def check_output_without_gradient() -> None:
     output.square().sum().backward()
     for block, gradient in zip(blocks, expected, strict=True):
         found = torch.zeros_like(block) if block.grad is None else block.grad
-        torch.testing.assert_close(found, own_part("query", gradient), rtol=1e-10, atol=1e-11)
+        assert_same(found, own_part("query", gradient))
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_a_process_whose_output_gets_no_gradient(run: Processes, method: str) -> None:
+def test_a_process_whose_output_gets_no_gradient(two: Processes, method: str) -> None:
     """The process takes part all the same, because other processes have gradients of its keys."""
-    run(under, method, check_output_without_gradient)
-
-
-def check_autocast() -> None:
-    torch.manual_seed(0)
-    whole = torch.randn(3, 2, 6, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = torch_attn.sdpa(*whole)
-        output = torch_attn.distributed.sdpa(*(own_leaf(t) for t in whole), lengths=(6, 6))
-    assert output.dtype == expected.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_autocast(run: Processes, method: str) -> None:
-    run(under, method, check_autocast)
+    two(under, method, check_output_without_gradient)

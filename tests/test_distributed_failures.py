@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import datetime
+import itertools
 import os
 import re
 import time
@@ -20,7 +20,7 @@ import torch_attn
 from _processes import Processes, processes_of
 from _sequences import METHODS, under
 
-run, four = processes_of(2, 4), processes_of(4)
+run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
 
 
 # Delay.
@@ -38,24 +38,16 @@ class DelayedWork:
 
 
 class SlowSystem:
-    """While entered, messages take `DELAY` seconds, and a part of a call `COMPUTING`."""
+    """Until `patch` is undone, messages take `DELAY` seconds, and a part of a call `COMPUTING`."""
 
     DELAY, COMPUTING = 0.2, 0.25
-    OPERATORS = ("_sdpa_forward", "_sdpa_backward")
 
-    def __enter__(self) -> SlowSystem:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.computing = 0.0  # seconds, so far
         self.start = dist.batch_isend_irecv
-        self.operators = [getattr(torch.ops.attn, name) for name in self.OPERATORS]
-        dist.batch_isend_irecv = self._delayed
-        for name, operator in zip(self.OPERATORS, self.operators, strict=True):
-            setattr(torch.ops.attn, name, self._slow(operator))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.batch_isend_irecv = self.start
-        for name, operator in zip(self.OPERATORS, self.operators, strict=True):
-            setattr(torch.ops.attn, name, operator)
+        patch.setattr(dist, "batch_isend_irecv", self._delayed)
+        for name in ("_sdpa_forward", "_sdpa_backward"):
+            patch.setattr(torch.ops.attn, name, self._slow(getattr(torch.ops.attn, name)))
 
     def _delayed(self, ops: list[dist.P2POp]) -> list[Any]:
         arrives = time.monotonic() + self.DELAY
@@ -86,7 +78,8 @@ def check_delay() -> None:
     world = dist.get_world_size()
     leaves = [t.requires_grad_() for t in torch.randn(3, 1, 2, 4, 8)]
     for _ in range(3):  # on a machine with other work
-        with SlowSystem() as system, torch_attn.distributed.method("ring"):
+        with pytest.MonkeyPatch.context() as patch, torch_attn.distributed.method("ring"):
+            system = SlowSystem(patch)
             forward, output = system.waited(
                 lambda: torch_attn.distributed.sdpa(*leaves, lengths=(4 * world, 4 * world))
             )
@@ -138,12 +131,12 @@ def is_right(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def named(rank: int, world: int, other: int) -> str:
-    """What an error says in a ring, of the process that was waited for."""
-    return (
-        rf"torch_attn\.distributed: process {rank} of {world} waited for [^:]*"
-        rf"\bprocess {other}\b[^:]*\bstep 1 of {world - 1}: "
-    )
+def error_of(rank: int, world: int, other: int | None = None) -> str:
+    """What an error says; in a ring it names the other process, that was waited for."""
+    begin = rf"torch_attn\.distributed: process {rank} of {world} waited for "
+    if other is None:
+        return begin
+    return rf"{begin}[^:]*\bprocess {other}\b[^:]*\bstep 1 of {world - 1}: "
 
 
 TIMEOUT = 5
@@ -200,10 +193,8 @@ def test_a_process_that_ends(after_an_end: dict[int, dict[str, Failure]], where:
     for rank, found in after_an_end.items():
         message, seconds = found[where]
         assert seconds < TIMEOUT
-        expected = rf"torch_attn\.distributed: process {rank} of {world} waited for "
-        if where not in ("gather", "lengths are told"):
-            expected = named(rank, world, ENDED)
-        assert re.match(expected, message), message
+        other = None if where in ("gather", "lengths are told") else ENDED
+        assert re.match(error_of(rank, world, other), message), message
 
 
 PATIENCE = 1.5  # seconds
@@ -211,19 +202,15 @@ PATIENCE = 1.5  # seconds
 LATE = ["forward", "backward", "gradients"]
 
 
-@contextlib.contextmanager
-def pause_in_backward(seconds: float) -> Iterator[None]:
+def pause_in_backward(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Between what is computed of the own block and what is computed of the next one."""
-    operator, calls = torch.ops.attn._sdpa_backward, []
+    operator, calls = torch.ops.attn._sdpa_backward, itertools.count()
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        time.sleep(seconds if len(calls) == 2 else 0)
+        time.sleep(seconds if next(calls) == 1 else 0)
         return operator(*args, **kwargs)
 
-    torch.ops.attn._sdpa_backward = compute
-    yield
-    torch.ops.attn._sdpa_backward = operator
+    patch.setattr(torch.ops.attn, "_sdpa_backward", compute)
 
 
 def check_lateness(world: int) -> dict[str, Failure] | None:
@@ -247,7 +234,9 @@ def too_late(groups: dict[str, dist.ProcessGroup]) -> dict[str, Failure]:
     outputs = {what: attend(groups[what]) for what in ("backward", "gradients")}
     dist.barrier(groups["gradients"])
     found = {}
-    with pause_in_backward(2 * PATIENCE) if is_late else contextlib.nullcontext():
+    with pytest.MonkeyPatch.context() as patch:
+        if is_late:
+            pause_in_backward(patch, 2 * PATIENCE)
         found["gradients"] = failure(lambda: outputs["gradients"].sum().backward())
     time.sleep(PATIENCE + 0.5 if is_late else 0)  # and till the other processes are through
     found["forward"] = failure(lambda: attend(groups["forward"]))
@@ -271,34 +260,30 @@ def test_a_process_that_is_late(
     for rank, found in enumerate(by_rank):
         message, seconds = found[what]
         is_late = rank == world - 1
-        if not is_late:
-            assert seconds < PATIENCE + 1
-        expected = rf"torch_attn\.distributed: process {rank} of {world} waited for "
-        assert re.match(expected if is_late else named(rank, world, world - 1), message), message
+        assert is_late or seconds < PATIENCE + 1
+        expected = error_of(rank, world, None if is_late else world - 1)
+        assert re.match(expected, message), message
 
 
 # What a call of one process would refuse.
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "columns of the mask": ({"attn_mask": (3, 7)}, "attn_mask has shape"),
-    "a mask of one dimension": ({"attn_mask": (7,)}, "attn_mask has shape"),
+    "columns of the mask": ({"attn_mask": torch.zeros(3, 7)}, "attn_mask has shape"),
+    "a mask of one dimension": ({"attn_mask": torch.zeros(7)}, "attn_mask has shape"),
     "key_lengths": ({"key_lengths": 7}, "key_lengths is 7; it must be between 0 and 6"),
-    "sinks": ({"sinks": (3,)}, "sinks has shape"),
-    "dtype": ({"key": torch.bfloat16}, "key has dtype BFloat16 but query has Float"),
-    "rows of the mask": ({"attn_mask": (5, 6)}, "attn_mask has shape"),
+    "sinks": ({"sinks": torch.zeros(3)}, "sinks has shape"),
+    "dtype": (
+        {"key": torch.zeros(2, 3, 4, dtype=torch.bfloat16)},
+        "key has dtype BFloat16 but query has Float",
+    ),
+    "rows of the mask": ({"attn_mask": torch.zeros(5, 6)}, "attn_mask has shape"),
 }
 
 
 def check_wrong(case: str) -> None:
     given, message = WRONG[case]
-    arguments: dict[str, Any] = dict(
-        zip(("query", "key", "value"), torch.randn(3, 2, 3, 4), strict=True)
-    )
-    for name, value in given.items():
-        if isinstance(value, torch.dtype):
-            value = arguments[name].to(value)
-        arguments[name] = torch.randn(value) if isinstance(value, tuple) else value
+    arguments = dict(zip(("query", "key", "value"), torch.zeros(3, 2, 3, 4), strict=True)) | given
     group = dist.new_group(timeout=datetime.timedelta(seconds=5))
     found, _ = failure(
         lambda: torch_attn.distributed.sdpa(**arguments, group=group, lengths=(6, 6))
@@ -308,7 +293,6 @@ def check_wrong(case: str) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_what_is_wrong_is_an_error(run: Processes, method: str, case: str) -> None:
+def test_what_is_wrong_is_an_error(two: Processes, method: str, case: str) -> None:
     """As of :func:`torch_attn.sdpa`."""
-    run(under, method, check_wrong, case)
+    two(under, method, check_wrong, case)

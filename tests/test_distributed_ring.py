@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
 from _accuracy import hold
+from _distributed import assert_same
 from _options import errors_of_algorithms
 from _processes import Processes, processes_of
 from _sequences import (
@@ -27,6 +29,7 @@ from _sequences import (
     made,
     own_leaf,
     results,
+    under,
 )
 from helpers import largest, ulp
 from torch_attn import reference
@@ -36,12 +39,10 @@ from torch_attn.distributed._methods import sent
 run = processes_of(2, 3)
 
 
-@contextlib.contextmanager
-def over_processes(case: str, method: str, told: bool = True) -> Iterator[Callable[..., Tensor]]:
+def over_processes(case: str, told: bool = True) -> Callable[..., Tensor]:
     """The function of this process."""
     lengths = CASES[case][:2] if told else None
-    with torch_attn.distributed.method(method):
-        yield functools.partial(torch_attn.distributed.sdpa, lengths=lengths)
+    return functools.partial(torch_attn.distributed.sdpa, lengths=lengths)
 
 
 def check_case(case: str, method: str) -> None:
@@ -51,19 +52,16 @@ def check_case(case: str, method: str) -> None:
     heads = CASES[case][2:4]
     possible = method != "all_to_all" or all(n % dist.get_world_size() == 0 for n in heads)
     for told in (True, False):
-        with over_processes(case, method, told) as attend:
-            if not possible:
-                with pytest.raises(RuntimeError, match=r"all_to_all over \d processes needs"):
-                    results(case, torch.float64, attend)
-                continue
-            actual = results(case, torch.float64, attend, **asked)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+        refused = pytest.raises(RuntimeError, match=r"all_to_all over \d processes needs")
+        with contextlib.nullcontext() if possible else refused:
+            actual = results(case, torch.float64, over_processes(case, told), **asked)
+            assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", cases(*FOUND))
 def test_results_are_those_of_one_process(run: Processes, case: str, method: str) -> None:
-    run(check_case, case, method)
+    run(under, method, check_case, case, method)
 
 
 @functools.cache
@@ -82,8 +80,7 @@ def check_precision(dtype: torch.dtype, method: str, errors: dict[str, dict[str,
     """The bound of one process. Each process rounds its share of a gradient once more."""
     for case, of_case in errors.items():
         exact = results(case, dtype, reference.sdpa, alone=True, computed=torch.float64)
-        with over_processes(case, method) as attend:
-            found = results(case, dtype, attend)
+        found = under(method, results, case, dtype, over_processes(case))
         for name, actual in found.items():
             shares = 0 if name in CUT else dist.get_world_size()
             error = of_case[name] + shares * ulp(largest(exact[name]), dtype) / 2
@@ -94,83 +91,6 @@ def check_precision(dtype: torch.dtype, method: str, errors: dict[str, dict[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precision_is_that_of_one_process(run: Processes, dtype: torch.dtype, method: str) -> None:
     run(check_precision, dtype, method, {c: errors_of(c, dtype) for c in CASES if c not in FOUND})
-
-
-def check_masks_of_fewer_dimensions() -> None:
-    """The same for all queries of all processes; a gradient has the mask's own shape."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    whole = torch.randn(3, 1, 2, 6 * world, 8, dtype=torch.float64)
-    rows = slice(6 * rank, 6 * rank + 6)
-    for mask in (torch.randn(6 * world).double(), torch.tensor(-1.0).double()):
-        mask.requires_grad_()
-        expected = torch_attn.sdpa(*whole, mask)
-        (of_mask,) = torch.autograd.grad(expected.square().sum(), mask, retain_graph=True)
-        for method in ("ring", "gather"):
-            with torch_attn.distributed.method(method):
-                found = torch_attn.distributed.sdpa(*whole[..., rows, :], mask)
-            torch.testing.assert_close(found, expected[..., rows, :])
-            (share,) = torch.autograd.grad(found.square().sum(), mask)
-            dist.all_reduce(share)
-            torch.testing.assert_close(share, of_mask)
-
-
-@pytest.mark.regression
-def test_masks_of_fewer_dimensions(run: Processes) -> None:
-    run(check_masks_of_fewer_dimensions)
-
-
-def check_odd_sinks() -> None:
-    """One of -inf is none, beside rows without keys too; one of NaN makes its head NaN."""
-    query, key, value = torch.randn(3, 1, 3, 4, 8)
-    sinks = torch.tensor([0.5, -torch.inf, torch.nan], requires_grad=True)
-    used = torch.tensor([2])
-    output = torch_attn.distributed.sdpa(
-        query, key, value, is_causal=True, query_offset=-2, key_lengths=used, sinks=sinks
-    )
-    (gradient,) = torch.autograd.grad(output.sum(), sinks)
-    assert output.isnan().all((0, 2, 3)).tolist() == [False, False, True]
-    assert gradient.isnan().tolist() == [False, False, True]
-    assert gradient[1] == 0
-
-
-def test_odd_sinks(run: Processes) -> None:
-    run(check_odd_sinks)
-
-
-def check_bits() -> None:
-    for case in ("plain", "all"):
-        with over_processes(case, "ring") as attend:
-            first, second = (results(case, torch.float32, attend) for _ in range(2))
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def test_the_same_bits_on_every_run(run: Processes) -> None:
-    run(check_bits)
-
-
-def check_what_is_sent() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    query, key, value = torch.randn(3, 1, 2, 16, 8)
-    block = key.nbytes
-    to_all = {r for r in range(world) if r != rank}
-    reached: dict[str, tuple[dict[str, Any], set[int]]] = {
-        "all": ({}, to_all),
-        "causal": ({"is_causal": True}, {r for r in to_all if r > rank}),
-        "window": ({"window_size": (3, 0)}, {rank + 1} & to_all),
-        "both sides": ({"window_size": (16, 1)}, {rank - 1, rank + 1} & to_all),
-        "lengths": ({"key_lengths": 16}, to_all if rank == 0 else set()),
-    }
-    for name, (options, expected) in reached.items():
-        with Counted() as counted, torch_attn.distributed.method("ring"):
-            torch_attn.distributed.sdpa(
-                query, key, value, lengths=(16 * world, 16 * world), **options
-            )
-        assert {to for to, _ in counted.sent} == expected, name
-        assert sum(size for _, size in counted.sent) == 2 * block * len(expected), name
-
-
-def test_a_block_goes_to_whom_it_is_of_use(run: Processes) -> None:
-    run(check_what_is_sent)
 
 
 def check_bytes(method: str, dtype: torch.dtype, causal: bool) -> None:
@@ -218,23 +138,83 @@ def test_bytes(run: Processes, method: str, dtype: torch.dtype, causal: bool) ->
     run(check_bytes, method, dtype, causal)
 
 
+# What runs in all processes, and compares there.
+
+
+def check_masks_of_fewer_dimensions() -> None:
+    """The same for all queries of all processes; a gradient has the mask's own shape."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(3, 1, 2, 6 * world, 8, dtype=torch.float64)
+    rows = slice(6 * rank, 6 * rank + 6)
+    for mask in (torch.randn(6 * world).double(), torch.tensor(-1.0).double()):
+        mask.requires_grad_()
+        expected = torch_attn.sdpa(*whole, mask)
+        (of_mask,) = torch.autograd.grad(expected.square().sum(), mask, retain_graph=True)
+        for method in ("ring", "gather"):
+            with torch_attn.distributed.method(method):
+                found = torch_attn.distributed.sdpa(*whole[..., rows, :], mask)
+            torch.testing.assert_close(found, expected[..., rows, :])
+            (share,) = torch.autograd.grad(found.square().sum(), mask)
+            dist.all_reduce(share)
+            torch.testing.assert_close(share, of_mask)
+
+
+def check_odd_sinks() -> None:
+    """One of -inf is none, beside rows without keys too; one of NaN makes its head NaN."""
+    query, key, value = torch.randn(3, 1, 3, 4, 8)
+    sinks = torch.tensor([0.5, -torch.inf, torch.nan], requires_grad=True)
+    used = torch.tensor([2])
+    output = torch_attn.distributed.sdpa(
+        query, key, value, is_causal=True, query_offset=-2, key_lengths=used, sinks=sinks
+    )
+    (gradient,) = torch.autograd.grad(output.sum(), sinks)
+    assert output.isnan().all((0, 2, 3)).tolist() == [False, False, True]
+    assert gradient.isnan().tolist() == [False, False, True]
+    assert gradient[1] == 0
+
+
+def check_bits() -> None:
+    """They are the same on every run."""
+    for case in ("plain", "all"):
+        call = results, case, torch.float32, over_processes(case)
+        first, second = (under("ring", *call) for _ in range(2))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def check_what_is_sent() -> None:
+    """A block goes to the processes to which it is of use."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    query, key, value = torch.randn(3, 1, 2, 16, 8)
+    block = key.nbytes
+    to_all = {r for r in range(world) if r != rank}
+    reached: dict[str, tuple[dict[str, Any], set[int]]] = {
+        "all": ({}, to_all),
+        "causal": ({"is_causal": True}, {r for r in to_all if r > rank}),
+        "window": ({"window_size": (3, 0)}, {rank + 1} & to_all),
+        "both sides": ({"window_size": (16, 1)}, {rank - 1, rank + 1} & to_all),
+        "lengths": ({"key_lengths": 16}, to_all if rank == 0 else set()),
+    }
+    for name, (options, expected) in reached.items():
+        with Counted() as counted, torch_attn.distributed.method("ring"):
+            torch_attn.distributed.sdpa(
+                query, key, value, lengths=(16 * world, 16 * world), **options
+            )
+        assert {to for to, _ in counted.sent} == expected, name
+        assert sum(size for _, size in counted.sent) == 2 * block * len(expected), name
+
+
 def check_memory() -> None:
     """No tensor has the keys of all."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     world, rows = dist.get_world_size(), 64
 
     class Largest(TorchDispatchMode):
         most = 0
 
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            for t in result if isinstance(result, (tuple, list)) else [result]:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for t in torch.utils._pytree.tree_leaves(result):
                 if isinstance(t, Tensor) and not t.is_meta:
-                    numbers = t.untyped_storage().nbytes() // t.itemsize
-                    self.most = max(self.most, numbers)
+                    self.most = max(self.most, t.untyped_storage().nbytes() // t.itemsize)
             return result
 
     inputs = [torch.randn(1, 1, rows, 32, requires_grad=True) for _ in range(3)]
@@ -242,10 +222,6 @@ def check_memory() -> None:
         output = torch_attn.distributed.sdpa(*inputs, lengths=(rows * world,) * 2)
         torch.autograd.grad(output.sum(), inputs)
     assert 0 < mode.most <= rows * 32
-
-
-def test_no_process_has_all_keys(run: Processes) -> None:
-    run(check_memory)
 
 
 def check_errors() -> None:
@@ -274,5 +250,13 @@ def check_errors() -> None:
         torch.autograd.grad(first.sum(), query)
 
 
-def test_errors(run: Processes) -> None:
-    run(check_errors)
+@pytest.mark.each("check")
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check_masks_of_fewer_dimensions, marks=pytest.mark.regression),
+        *(check_odd_sinks, check_bits, check_what_is_sent, check_memory, check_errors),
+    ],
+)
+def test_blocks(run: Processes, check: Callable[[], None]) -> None:
+    run(check)

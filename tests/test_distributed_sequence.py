@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torch_attn
 from _accuracy import hold
+from _distributed import assert_same
 from _options import errors_of_algorithms
 from _processes import Processes, processes_of
-from _sequences import CASES, LEARNED, cases, derivatives, made
+from _sequences import CASES, LEARNED, METHODS, cases, derivatives, made
 from helpers import largest, ulp
 from torch_attn import reference
 
@@ -24,13 +26,13 @@ R, Rows = Replicate(), Shard(2)
 # Whether queries, and keys with values, are cut.
 CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}
 
-
 run, four = processes_of(2, 3), processes_of(4)
 two, three = processes_of(2), processes_of(3)
 
 
-def on_mesh(cut: str, mesh: Any) -> Any:
+def on_mesh(cut: str) -> Callable[[str, Tensor], DTensor]:
     of_queries, of_keys = CUTS[cut]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def distribute(name: str, whole: Tensor) -> DTensor:
         if name in ("key", "value"):
@@ -49,39 +51,28 @@ def with_logsumexp(module: Any) -> Any:
     return lambda **x: module.sdpa_with_logsumexp(**x)[:2]
 
 
-def heads_do_not_fit() -> Any:
-    return pytest.raises(RuntimeError, match="needs numbers of heads that are multiples of")
+def refusal(cut: str, method: str, heads: tuple[int, ...], ring_lacks: str = "") -> Any:
+    """Within it a call that the method lacks has to be an error, and others have to be none."""
+    if cut != "queries":  # processes that hold all keys exchange nothing, so they lack nothing
+        if method == "all_to_all" and any(n % dist.get_world_size() for n in heads):
+            return pytest.raises(RuntimeError, match="needs numbers of heads that are multiples of")
+        if method == "ring" and ring_lacks:
+            return pytest.raises(RuntimeError, match=f"{ring_lacks}, which a ring lacks")
+    return contextlib.nullcontext()
 
 
 def check_case(case: str, cut: str, method: str) -> None:
-    tensors, options = made(case, torch.float64, torch.float64)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    second = method != "ring" or cut == "queries"
-    # Processes that hold all keys exchange nothing, so there any number of heads will do.
-    fits = cut == "queries" or all(n % dist.get_world_size() == 0 for n in CASES[case][2:4])
-    if method == "all_to_all" and not fits:
-        with torch_attn.distributed.method(method), heads_do_not_fit():
-            derivatives(with_logsumexp(torch_attn), tensors, options, on_mesh(cut, mesh))
-        return
+    call = made(case, torch.float64, torch.float64)
+    distribute, second = on_mesh(cut), method != "ring" or cut == "queries"
     torch.manual_seed(1)
-    expected = derivatives(
-        with_logsumexp(reference), tensors, options, lambda _, t: t, second=second
-    )
+    expected = derivatives(with_logsumexp(reference), *call, lambda _, t: t, second=second)
     torch.manual_seed(1)
-    distribute = on_mesh(cut, mesh)
-    with torch_attn.distributed.method(method):
-        actual = derivatives(
-            with_logsumexp(torch_attn), tensors, options, distribute, second=second
-        )
-    for name, tensor in actual.items():
-        if name in ("output", "logsumexp") or (name in ("key", "value") and cut != "queries"):
-            assert tensor.placements == distribute(name, expected[name]).placements
-        torch.testing.assert_close(
-            tensor.full_tensor(), expected[name], rtol=1e-10, atol=1e-11, msg=name
-        )
-
-
-METHODS = ["ring", "gather", "all_to_all"]
+    with torch_attn.distributed.method(method), refusal(cut, method, CASES[case][2:4]):
+        actual = derivatives(with_logsumexp(torch_attn), *call, distribute, second=second)
+        for name, tensor in actual.items():
+            if name in ("output", "logsumexp") or (name in ("key", "value") and cut != "queries"):
+                assert tensor.placements == distribute(name, expected[name]).placements
+            assert_same(tensor.full_tensor(), expected[name], name)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -113,16 +104,10 @@ def check_packed(case: str, cut: str, method: str) -> None:
     """Sequences of 3, 0, 7, 3 and 1 queries, stored across the processes; T is longer."""
     torch.manual_seed(0)
     cu_seq = torch.tensor([0, 3, 3, 10, 13, 14]), torch.tensor([0, 2, 5, 10, 14, 15])
-    options = {"enable_gqa": True, **PACKED[case]}
-    tensors = {
-        n: torch.randn(s, dtype=torch.float64)
-        for n, s in options.items()
-        if type(s) is tuple and n in LEARNED
-    }
-    options = {n: x for n, x in options.items() if n not in tensors}
-    shapes = {"query": (15, 4, 8), "key": (17, 2, 8), "value": (17, 2, 5)}
-    shapes["query"] = (14, 4, 8) if case == "mask" else shapes["query"]
-    tensors |= {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
+    shapes = {"query": (14 if case == "mask" else 15, 4, 8), "key": (17, 2, 8), "value": (17, 2, 5)}
+    shapes |= {n: shape for n, shape in PACKED[case].items() if n in LEARNED}
+    tensors = {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
+    options = {n: x for n, x in PACKED[case].items() if n not in LEARNED} | {"enable_gqa": True}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
@@ -133,28 +118,18 @@ def check_packed(case: str, cut: str, method: str) -> None:
         placement = {"query": of_queries, "output": of_queries, "key": of_keys, "value": of_keys}
         return distribute_tensor(whole, mesh, [placement.get(name, R)])
 
+    ring_lacks = "packed sequences with an attn_mask are asked for" if case == "mask" else ""
     second = method != "ring" or cut == "queries"
-    if method == "all_to_all" and cut != "queries" and dist.get_world_size() > 2:
-        with torch_attn.distributed.method(method), heads_do_not_fit():
-            derivatives(attend, tensors, {}, distribute)
-        return
-    if case == "mask" and method == "ring" and cut != "queries":
-        error = pytest.raises(RuntimeError, match="packed sequences with an attn_mask are asked")
-        with torch_attn.distributed.method(method), error:
-            derivatives(attend, tensors, {}, distribute)
-        return
     torch.manual_seed(1)
     expected = derivatives(attend, tensors, {}, lambda _, t: t, second=second)
     torch.manual_seed(1)
-    with torch_attn.distributed.method(method):
+    with torch_attn.distributed.method(method), refusal(cut, method, (4, 2), ring_lacks):
         actual = derivatives(attend, tensors, {}, distribute, second=second)
-    for name, tensor in actual.items():
-        torch.testing.assert_close(
-            tensor.full_tensor(), expected[name], rtol=1e-10, atol=1e-11, msg=name
-        )
+        for name, tensor in actual.items():
+            assert_same(tensor.full_tensor(), expected[name], name)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_sequences(run: Processes, case: str, cut: str, method: str) -> None:
@@ -165,24 +140,17 @@ def check_statistics(cut: str, method: str) -> None:
     """A gather and all-to-all compute them; a ring has none."""
     tensors, options = made("all", torch.float64, torch.float64)
     del tensors["value"]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = {name: on_mesh(cut, mesh)(name, t) for name, t in tensors.items()}
+    distribute = on_mesh(cut)
+    sharded = {name: distribute(name, t) for name, t in tensors.items()}
     expected = torch_attn.sdpa_stats(**tensors, **options)
-    with torch_attn.distributed.method(method):
-        if method == "all_to_all" and cut != "queries" and dist.get_world_size() > 2:
-            with heads_do_not_fit():
-                torch_attn.sdpa_stats(**sharded, **options)
-            return
-        if method == "ring" and cut != "queries":
-            with pytest.raises(RuntimeError, match="statistics are asked for, which a ring lacks"):
-                torch_attn.sdpa_stats(**sharded, **options)
-            return
+    refused = refusal(cut, method, CASES["all"][2:4], "statistics are asked for")
+    with torch_attn.distributed.method(method), refused:
         actual = torch_attn.sdpa_stats(**sharded, **options)
-    for name, tensor in expected._asdict().items():
-        torch.testing.assert_close(getattr(actual, name).full_tensor(), tensor, msg=name)
+        for name, tensor in expected._asdict().items():
+            torch.testing.assert_close(getattr(actual, name).full_tensor(), tensor, msg=name)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_statistics(run: Processes, cut: str, method: str) -> None:
     run(check_statistics, cut, method)
@@ -282,6 +250,6 @@ def check_wrong(method: str) -> None:
             torch_attn.sdpa(x, x, x)
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "all_to_all"])
+@pytest.mark.parametrize("method", METHODS)
 def test_wrong_arguments(run: Processes, method: str) -> None:
     run(check_wrong, method)

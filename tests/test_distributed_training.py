@@ -18,56 +18,47 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import torch_attn
+from _distributed import Attention, assert_same
 from _processes import Processes, processes_of
 from _sequences import METHODS, Counted, own_leaf, own_part, under
 
-run = processes_of(2, 4)
+run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
 
 
 # A model's branches, and checkpoints.
 
 
 class Branches(nn.Module):
-    """Two attentions of one x, ``[B, L, 8]``, which are added."""
+    """Two attentions of one x, which are added: the last tensors that autograd saves are theirs."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.attend = attend
-        self.projections = nn.ModuleList(
-            nn.Linear(8, 24, bias=False, dtype=torch.float64) for _ in range(2)
-        )
+        self.parts = nn.ModuleList(Attention(attend, is_causal=causal) for causal in (False, True))
+        for part in self.parts:
+            part.o = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = []
-        for causal, projection in enumerate(self.projections):
-            query, key, value = projection(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-            output = self.attend(query, key, value, is_causal=bool(causal))
-            outputs.append(output.transpose(1, 2).flatten(-2))
-        return outputs[0] + outputs[1]
+        result: Tensor = self.parts[0](x) + self.parts[1](x)
+        return result
 
 
 def check_branches() -> None:
-    group = dist.group.WORLD
+    own = functools.partial(own_part, "output")
+    calls = (torch_attn.sdpa, torch.clone), (torch_attn.distributed.sdpa, own)
     for repeat in range(20):
         torch.manual_seed(repeat)
         whole, upstream = torch.randn(2, 2, 7, 8, dtype=torch.float64)
         results = []
-        for alone in (True, False):
+        for attend, cut in calls:
             torch.manual_seed(repeat)
-            function = torch_attn.sdpa if alone else torch_attn.distributed.sdpa
-            model = Branches(function)
-            x = whole.clone().requires_grad_() if alone else own_leaf(whole)
+            model, x = Branches(attend), cut(whole).clone().requires_grad_()
             output = model(x)
-            output.backward(upstream if alone else own_part("output", upstream))
-            of_weights = [w.grad for w in model.parameters()]
-            if not alone:
-                for gradient in of_weights:
-                    dist.all_reduce(gradient, group=group)
-            found = [output.detach(), x.grad]
-            if alone:
-                found = [own_part("output", t) for t in found]
-            results.append([*found, *of_weights])
-        torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-11)
+            output.backward(cut(upstream))
+            results.append(([output.detach(), x.grad], [w.grad for w in model.parameters()]))
+        (of_rows, of_weights), (own_rows, shares) = results
+        for share in shares:
+            dist.all_reduce(share)
+        assert_same(own_rows + shares, [*map(own, of_rows), *of_weights])
 
 
 def test_two_attentions_in_branches_of_a_model(run: Processes) -> None:
@@ -95,26 +86,11 @@ def check_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_checkpoints(run: Processes, method: str) -> None:
-    run(under, method, check_checkpoint)
+def test_checkpoints(two: Processes, method: str) -> None:
+    two(under, method, check_checkpoint)
 
 
 # Beside FSDP.
-
-
-class Attention(nn.Module):
-    """Self-attention of ``[B, L, 8]``."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        output: Tensor = self.o(self.attend(*heads, is_causal=True).transpose(1, 2).flatten(-2))
-        return output
 
 
 def check_fsdp(sharding: str) -> None:
@@ -155,17 +131,14 @@ def check_fsdp(sharding: str) -> None:
     ):
         assert isinstance(actual, DTensor)
         assert name == "k.bias" or not torch.allclose(expected, first, rtol=1e-3)  # it has learned
-        torch.testing.assert_close(
-            actual.full_tensor(), expected, rtol=1e-10, atol=1e-11, msg=f"{name}, {sharding}"
-        )
+        assert_same(actual.full_tensor(), expected, f"{name}, {sharding}")
 
 
 @pytest.mark.parametrize("sharding", ["data", "hybrid"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [4], indirect=True)
-def test_training_with_fsdp(run: Processes, method: str, sharding: str) -> None:
+def test_training_with_fsdp(four: Processes, method: str, sharding: str) -> None:
     """The same parameters as of one process that has the whole batch and the whole sequence."""
-    run(under, method, check_fsdp, sharding)
+    four(under, method, check_fsdp, sharding)
 
 
 # torch.compile.
@@ -181,8 +154,7 @@ def line() -> Any:
 def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    whole = torch.randn(3, 1, 4, 8, 8, dtype=torch.float64)
-    upstream = torch.randn(1, 4, 8, 8, dtype=torch.float64)
+    *whole, upstream = torch.randn(4, 1, 4, 8, 8, dtype=torch.float64)
     leaves = [t.clone().requires_grad_() for t in whole]
     expected = torch_attn.sdpa(*leaves, is_causal=True) * 2
     gradients = torch.autograd.grad(expected, leaves, upstream)
@@ -202,17 +174,14 @@ def check_compiled_dtensors(method: str, fullgraph: bool) -> None:
     for actual, wanted in zip([output, *found], [expected, *gradients], strict=True):
         assert isinstance(actual, DTensor)
         assert actual.placements == (Shard(2),)
-        torch.testing.assert_close(
-            actual.detach().full_tensor(), wanted.detach(), rtol=1e-10, atol=1e-11
-        )
+        assert_same(actual.detach().full_tensor(), wanted.detach())
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, ""])
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_compiled_dtensors(run: Processes, method: str, fullgraph: bool) -> None:
+def test_compiled_dtensors(two: Processes, method: str, fullgraph: bool) -> None:
     """One graph without a ring; a ring in one graph raises an error that says it."""
-    run(check_compiled_dtensors, method, fullgraph)
+    two(check_compiled_dtensors, method, fullgraph)
 
 
 def check_compiled_blocks(told: bool) -> None:
@@ -231,7 +200,7 @@ def check_compiled_blocks(told: bool) -> None:
     output = torch.compile(function, backend="aot_eager")(*blocks)
     found = torch.autograd.grad(output.sum(), blocks)
     for actual, wanted in zip([output, *found], [expected, *gradients], strict=True):
-        torch.testing.assert_close(actual, own_part("query", wanted), rtol=1e-10, atol=1e-11)
+        assert_same(actual, own_part("query", wanted))
     torch._dynamo.reset()
     in_one_graph = torch.compile(function, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="sdpa: it cannot be part of a compiled function"):
@@ -240,7 +209,6 @@ def check_compiled_blocks(told: bool) -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("run", [2], indirect=True)
-def test_compiled_blocks(run: Processes, method: str, told: bool) -> None:
+def test_compiled_blocks(two: Processes, method: str, told: bool) -> None:
     """A graph ends before the call, and the next begins behind it."""
-    run(under, method, check_compiled_blocks, told)
+    two(under, method, check_compiled_blocks, told)

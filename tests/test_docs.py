@@ -1,10 +1,8 @@
 """The examples of the documentation run as they stand there."""
 
 import doctest
-import importlib.util
 import re
-import subprocess
-import sys
+import runpy
 import types
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_attn
+from _variants import ROOT, run_python
+from examples import plots
+from examples.plots import _arrows, _curves, _graph
 from torch_attn import (
     _convert,
     _invariance,
@@ -30,8 +31,9 @@ from torch_attn import (
     varlen,
 )
 from torch_attn._caches import paged
+from torch_attn._inspection import record
+from torch_attn.plots import _matrices, _points
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DERIVATIVES = ROOT / "docs" / "derivatives.md"
 
@@ -45,10 +47,11 @@ def examples(page: Path) -> list[str]:
     [
         *(functional, varlen, flex, mods, nn, onnx, replace, _convert, _invariance, paged),
         *(distributed._context, distributed._methods, distributed._sdpa),
+        *(record, _matrices, _points, _arrows, _curves, _graph),
     ],
 )
 def test_docstrings(module: types.ModuleType) -> None:
-    names = {"torch": torch, "torch_attn": torch_attn}
+    names = {"torch": torch, "torch_attn": torch_attn, "plots": plots}
     result = doctest.testmod(module, extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
@@ -90,10 +93,8 @@ def test_page(page: Path) -> None:
     Blocks with torchvision run where it is: in test_replace_libraries.py.
     """
     blocks = [block for block in examples(page) if "torchvision" not in block]
-    command = [sys.executable, "-W", "ignore", "-c", RUN_BLOCKS, *blocks]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [line for block in blocks for line in promised(block)]
+    printed = run_python("-W", "ignore", "-c", RUN_BLOCKS, *blocks)
+    assert printed.splitlines() == [line for block in blocks for line in promised(block)]
 
 
 def promised(block: str) -> list[str]:
@@ -114,13 +115,9 @@ def test_derivatives_page() -> None:
 @pytest.mark.slow  # tries every call of the table
 def test_support_table() -> None:
     """The committed table is what its script finds now."""
-    script = ROOT / "docs" / "make_support_table.py"
-    spec = importlib.util.spec_from_file_location("make_support_table", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.table() == module.committed()
+    script = str(ROOT / "docs" / "make_support_table.py")
+    made = runpy.run_path(script, run_name="make_support_table")
+    assert made["table"]() == made["committed"]()
 
 
 def of_the_builtin(call: Callable[[], Any]) -> str:
@@ -163,15 +160,12 @@ def test_messages_of_the_builtin() -> None:
 @pytest.mark.slow  # reads all docstrings
 def test_reference(tmp_path: Path) -> None:
     """What `make docs` makes, without a warning; it has every public name."""
-    command = ["sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", tmp_path]
-    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_python("-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", str(tmp_path))
     page = (tmp_path / "docs" / "reference.html").read_text()
     names = [
         f"torch_attn.{name}" for name in torch_attn.__all__ if name not in ("nn", "__version__")
     ]
-    plots = (name for name in torch_attn.plots.__all__ if name.islower())
-    names += [f"torch_attn.plots.{name}" for name in plots]
+    names += [f"torch_attn.plots.{name}" for name in torch_attn.plots.__all__ if name.islower()]
     names += ["torch_attn.nn.MultiheadAttention", "torch_attn.reference.sdpa"]
     assert [name for name in names if f'id="{name}"' not in page] == []
 
@@ -195,10 +189,8 @@ def test_examples_in_python() -> None:
     """They run, and without the line that they point to the built-in raises what they quote."""
 
     def said(how: str, *names: str) -> list[str]:
-        command = [sys.executable, "-c", RUN_EXAMPLES, how, *names]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        return [line for line in run.stdout.splitlines() if not line.startswith("step ")]
+        printed = run_python("-c", RUN_EXAMPLES, how, *names)
+        return [line for line in printed.splitlines() if not line.startswith("step ")]
 
     assert said("with", "meanflow", "force_field", "gradient_penalty", "private_texts") == []
     raised = said("without", "meanflow", "gradient_penalty")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,61 +26,6 @@ class Attention(nn.Module):
         return torch_attn.sdpa(2 * query, key, value, mask, is_causal=True, enable_gqa=True).relu()
 
 
-def make(batch: int, L: int, S: int) -> tuple[Tensor, ...]:
-    return tuple(make_inputs(L, S, 8, batch=(batch,), heads=(4, 2, 1), mask=(1, S)))
-
-
-def exported(strict: bool = False) -> ExportedProgram:
-    batch, L, S = Dim("batch"), Dim("L"), Dim("S")
-    keys = {0: batch, 2: S}
-    lengths = ({0: batch, 2: L}, keys, keys, {1: S})
-    return torch.export.export(Attention(), make(2, 5, 7), dynamic_shapes=lengths, strict=strict)
-
-
-SIZES = ((2, 5, 7), (3, 100, 30), (1, 1, 9), (2, 9, 1), (1, 64, 64))
-
-
-def check(program: Callable[..., Tensor], sizes: tuple[tuple[int, int, int], ...] = SIZES) -> None:
-    for size in sizes:
-        inputs = make(*size)
-        torch.testing.assert_close(program(*inputs), Attention()(*inputs))
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("strict", [False, True])
-def test_any_lengths(strict: bool) -> None:
-    """The operator stays whole, also when the program is decomposed."""
-    program = exported(strict)
-    for version in (program, program.run_decompositions()):
-        calls = [node.target for node in version.graph.nodes if node.op == "call_function"]
-        assert calls.count(torch.ops.attn.sdpa.default) == 1
-        assert not any("softmax" in str(call) or "matmul" in str(call) for call in calls)
-        check(version.module())
-
-
-def run_saved(path: str) -> None:
-    """Runs in another process, that knows of the operator by `import torch_attn`."""
-    check(torch.export.load(path).module())
-
-
-def test_saved_program(tmp_path: Path) -> None:
-    path = str(tmp_path / "attention.pt2")
-    torch.export.save(exported(), path)
-    in_fresh_process(run_saved, path)
-
-
-def run_package(path: str) -> None:
-    check(torch._inductor.aoti_load_package(path), SIZES[:2])
-
-
-@pytest.mark.slow  # compiles
-def test_aot_inductor(tmp_path: Path) -> None:
-    """A compiled package, run in another process."""
-    path = str(tmp_path / "attention.pt2")
-    torch._inductor.aoti_compile_and_package(exported(), package_path=path)
-    in_fresh_process(run_package, path)
-
-
 class Decode(nn.Module):
     """A step over a cache that is filled to another length in every text, in every call."""
 
@@ -93,67 +38,110 @@ class Decode(nn.Module):
         )
 
 
+class LowerRight(nn.Module):
+    """The offset is said as a number, S - L."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
+        S = key.size(-2)
+        offset = S - query.size(-2)
+        options = {"query_offset": offset, "key_lengths": S - 1, "window_size": (9, 0)}
+        return torch_attn.sdpa(query, key, value, **options, enable_gqa=True)
+
+
+def make(batch: int, L: int, S: int) -> tuple[Tensor, ...]:
+    return tuple(make_inputs(L, S, 8, batch=(batch,), heads=(4, 2, 1), mask=(1, S)))
+
+
 def make_step(L: int, *lengths: int) -> tuple[Tensor, ...]:
     query, key, value, _ = make_inputs(L, 32, 8, batch=(len(lengths),), heads=(4, 2, 1))
     filled = torch.tensor(lengths)
     return query, key, value, filled - L, filled
 
 
+class Model(NamedTuple):
+    module: nn.Module
+    operator: Any
+    make: Callable[..., tuple[Tensor, ...]]
+    sizes: tuple[tuple[int, ...], ...]
+    dynamic: tuple[dict[int, Dim] | None, ...]
+
+
+BATCH, QUERIES, KEYS = Dim("batch"), Dim("L"), Dim("S")
+OF_KEYS = {0: BATCH, 2: KEYS}
+LENGTHS = ({0: BATCH, 2: QUERIES}, OF_KEYS, OF_KEYS, {1: KEYS})
+SIZES = ((2, 5, 7), (3, 100, 30), (1, 1, 9), (2, 9, 1), (1, 64, 64))
 STEPS = ((3, 8, 32), (1, 1, 9), (2, 31, 2), (5, 17, 5))
+MODELS = {
+    "mask": Model(Attention(), torch.ops.attn.sdpa, make, SIZES, LENGTHS),
+    "offset of sizes": Model(LowerRight(), torch.ops.attn.attention, make, SIZES, LENGTHS),
+    "offsets and lengths": Model(
+        Decode(), torch.ops.attn.attention, make_step, STEPS, ({2: QUERIES}, *[None] * 4)
+    ),
+}
 
 
-def exported_step(strict: bool = False) -> ExportedProgram:
-    L = Dim("L")
-    dynamic = ({2: L}, None, None, None, None)
-    return torch.export.export(
-        Decode(), make_step(*STEPS[0]), dynamic_shapes=dynamic, strict=strict
-    )
+def exported(name: str, strict: bool = False) -> ExportedProgram:
+    model = MODELS[name]
+    inputs = model.make(*model.sizes[0])
+    return torch.export.export(model.module, inputs, dynamic_shapes=model.dynamic, strict=strict)
 
 
-def check_steps(program: Callable[..., Any]) -> None:
-    for step in STEPS:
-        inputs = make_step(*step)
-        torch.testing.assert_close(program(*inputs), Decode()(*inputs))
+def check(program: Callable[..., Any], name: str, sizes: int | None = None) -> None:
+    """Of all sizes, or of so many."""
+    model = MODELS[name]
+    for size in model.sizes[:sizes]:
+        inputs = model.make(*size)
+        torch.testing.assert_close(program(*inputs), model.module(*inputs))
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("strict", [False, True])
-def test_offsets_and_lengths_are_inputs(strict: bool) -> None:
-    """One program for all of their values, of one public operator."""
-    program = exported_step(strict)
+@pytest.mark.parametrize("name", ["mask", "offsets and lengths"])
+def test_one_program_for_all_sizes_and_positions(name: str, strict: bool) -> None:
+    """The operator stays whole, also when the program is decomposed."""
+    program = exported(name, strict)
     for version in (program, program.run_decompositions()):
         calls = [node.target for node in version.graph.nodes if node.op == "call_function"]
-        assert [c for c in calls if "attn" in str(c)] == [torch.ops.attn.attention.default]
-        check_steps(version.module())
+        assert [c for c in calls if "attn" in str(c)] == [MODELS[name].operator.default]
+        assert not any("softmax" in str(call) or "matmul" in str(call) for call in calls)
+        check(version.module(), name)
+
+
+@pytest.mark.usefixtures("device")
+def test_an_offset_of_sizes_stays_a_formula() -> None:
+    check(exported("offset of sizes").module(), "offset of sizes")
 
 
 def test_lengths_are_checked_after_an_export() -> None:
     """On a CPU; on a GPU they are clamped."""
-    program = exported_step()
     query, key, value, offset, lengths = make_step(*STEPS[0])
     with pytest.raises(RuntimeError, match="key_lengths is 40 at entry 1; it must be between"):
-        program.module()(query, key, value, offset, lengths + 8)
+        exported("offsets and lengths").module()(query, key, value, offset, lengths + 8)
 
 
-def run_saved_step(path: str) -> None:
-    check_steps(torch.export.load(path).module())
+def run_saved(path: str, name: str) -> None:
+    """Runs in another process, that knows of the operator by `import torch_attn`."""
+    check(torch.export.load(path).module(), name)
 
 
-def test_saved_step(tmp_path: Path) -> None:
-    path = str(tmp_path / "step.pt2")
-    torch.export.save(exported_step(), path)
-    in_fresh_process(run_saved_step, path)
+@pytest.mark.parametrize("name", ["mask", "offsets and lengths"])
+def test_saved_program(name: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "program.pt2")
+    torch.export.save(exported(name), path)
+    in_fresh_process(run_saved, path, name)
 
 
-def run_package_of_a_step(path: str) -> None:
-    check_steps(torch._inductor.aoti_load_package(path))
+def run_package(path: str, name: str, sizes: int) -> None:
+    check(torch._inductor.aoti_load_package(path), name, sizes)
 
 
 @pytest.mark.slow  # compiles
-def test_aot_inductor_of_a_step(tmp_path: Path) -> None:
-    path = str(tmp_path / "step.pt2")
-    torch._inductor.aoti_compile_and_package(exported_step(), package_path=path)
-    in_fresh_process(run_package_of_a_step, path)
+@pytest.mark.parametrize(("name", "sizes"), [("mask", 2), ("offsets and lengths", 4)])
+def test_aot_inductor(name: str, sizes: int, tmp_path: Path) -> None:
+    """A compiled package, run in another process."""
+    path = str(tmp_path / "program.pt2")
+    torch._inductor.aoti_compile_and_package(exported(name), package_path=path)
+    in_fresh_process(run_package, path, name, sizes)
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
@@ -219,44 +207,20 @@ def test_every_door_is_exported_and_packaged(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_numbers_of_sizes() -> None:
-    """An offset that is said as a number, S - L, stays a formula of the sizes."""
-
-    class LowerRight(nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, _: Tensor) -> Tensor:
-            S = key.size(-2)
-            offset = S - query.size(-2)
-            options = {"query_offset": offset, "key_lengths": S - 1, "window_size": (9, 0)}
-            return torch_attn.sdpa(query, key, value, **options, enable_gqa=True)
-
-    batch, L, S = Dim("batch"), Dim("L"), Dim("S")
-    keys = {0: batch, 2: S}
-    lengths = ({0: batch, 2: L}, keys, keys, {1: S})
-    program = torch.export.export(LowerRight(), make(2, 5, 7), dynamic_shapes=lengths)
-    for size in SIZES:
-        inputs = make(*size)
-        torch.testing.assert_close(program.module()(*inputs), LowerRight()(*inputs))
-
-
-@pytest.mark.usefixtures("device")
 def test_symbolic_trace() -> None:
     """torch.fx sees one call, of the operator."""
     traced = torch.fx.symbolic_trace(Attention())
     calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert calls.count(torch.ops.attn.sdpa) == 1
-    check(traced)
+    check(traced, "mask")
 
     x = torch.randn(4, 5, 8)
     with_options = torch.fx.symbolic_trace(lambda x: torch_attn.sdpa(x, x, x, softcap=2.0))
     assert torch.equal(with_options(x), torch_attn.sdpa(x, x, x, softcap=2.0))
 
 
-def loaded(path: str) -> Any:
-    return torch.jit.load(path)
-
-
 def run_script(path: str) -> None:
-    check(loaded(path))
+    check(torch.jit.load(path), "mask")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -276,7 +240,7 @@ def test_torchscript(how: str, tmp_path: Path) -> None:
     else:
         program = torch.jit.script(OfTheOperator())
     assert "attn::sdpa" in str(program.inlined_graph)
-    check(program)
+    check(program, "mask")
     leaves = [t.requires_grad_() for t in inputs]
     actual = torch.autograd.grad(program(*leaves).sum(), leaves)
     expected = torch.autograd.grad(Attention()(*leaves).sum(), leaves)

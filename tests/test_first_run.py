@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from _variants import ROOT, run_python
 from tests.cuda import first_run, new
 from tests.cuda.first_run import Report, Step, run
 from tests.cuda.programs import MEASURING, PROGRAMS
 
-ROOT = Path(__file__).parents[1]
 ENDLESS = "import time; print('begun', flush=True); time.sleep(100)"
 
 
@@ -40,7 +38,7 @@ def interruptible() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_step(step: Step, state: str, said: str, tmp_path: Path) -> None:
+def test_outcome_of_a_step(step: Step, state: str, said: str, tmp_path: Path) -> None:
     report = Report(tmp_path / "report.txt")
     outcome = run(step, report, time.monotonic() + 100)
     assert (outcome.state, outcome.said) == (state, said)
@@ -100,16 +98,10 @@ def test_every_kernel_is_in_an_entry() -> None:
 @pytest.mark.slow  # compares every call of tests/test_cuda.py
 def test_rehearsal(tmp_path: Path) -> None:
     """Runs to its last line, on a pretended GPU: `--pretend`."""
-    command = [sys.executable, "-m", "tests.cuda.first_run", "--pretend", "--out", str(tmp_path)]
-    ended = subprocess.run(
-        [*command, "--only", "smoke,ncu,check_delta", "--programs", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    command = ["-m", "tests.cuda.first_run", "--pretend", "--out", str(tmp_path)]
+    command += ["--only", "smoke,ncu,check_delta", "--programs", str(tmp_path)]
+    printed = run_python(*command, CUDA_VISIBLE_DEVICES="")
     summary = (tmp_path / "summary.txt").read_text()
-    assert ended.stdout.endswith(summary)
+    assert printed.endswith(summary)
     assert summary.count(" right ") == 5  # the environment, and a smoke test for each dtype
     assert summary.count("not run") == len(summary.splitlines()) - 6

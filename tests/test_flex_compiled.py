@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention as of_torch
 
 import torch_attn
@@ -19,27 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*unfused implementation:UserWar
 
 L, H = 32, 2
 Attend = Callable[..., Tensor]
-Arguments = tuple[Any, ...]
 
 
 def qkv(queries: int = L, keys: int | None = None) -> list[Tensor]:
     return [torch.randn(1, H, n, 16) for n in (queries, keys or queries, keys or queries)]
-
-
-class Layer(nn.Module):
-    """A layer with a table and a number of its own."""
-
-    def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        self.attend = attend
-        self.table = nn.Parameter(torch.randn(H, 2 * L - 1))
-        self.number = 0.5
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return s * self.number + self.table[h, i - j + L - 1]
-
-        return self.attend(query, key, value, relative)
 
 
 def biased(table: Tensor) -> Callable[..., Tensor]:
@@ -47,7 +31,7 @@ def biased(table: Tensor) -> Callable[..., Tensor]:
 
 
 # A step of a model for each attention, and the arguments of its calls.
-Steps = tuple[Callable[[Attend], Callable[..., Tensor]], Iterator[Arguments]]
+Steps = tuple[Callable[[Attend], Callable[..., Tensor]], Iterator[tuple[Any, ...]]]
 
 
 def step(function: Callable[..., Callable[..., Tensor]]) -> Callable[[Attend], Any]:
@@ -126,19 +110,14 @@ CASES: dict[str, Callable[[], Steps]] = {
 
 def graphs(attend: Attend, make: Callable[[], Steps], **options: Any) -> tuple[int, list[Tensor]]:
     """How many graphs torch.compile makes, and the outputs of all calls."""
-    made: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        made.append(graph)
-        return graph
-
     torch.manual_seed(0)
     torch.compiler.reset()
     model, calls = make()
-    compiled = torch.compile(model(attend), backend=backend, fullgraph=True, **options)
+    counter = CompileCounter()
+    compiled = torch.compile(model(attend), backend=counter, fullgraph=True, **options)
     outputs = [compiled(*arguments) for arguments in calls]
     torch.compiler.reset()
-    return len(made), outputs
+    return counter.frame_count, outputs
 
 
 # With dynamic=False each length and each of Python's numbers has a graph.
@@ -167,33 +146,42 @@ def test_as_many_graphs_as_pytorch_or_fewer(name: str, options: dict[str, Any]) 
         torch.testing.assert_close(output, eager(*arguments))
 
 
+class Layer(nn.Module):
+    """A layer with a table and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(H, 2 * L - 1))
+        self.number = 0.5
+
+    def forward(self, *x: Tensor) -> Tensor:
+        def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * self.number + self.table[h, i - j + L - 1]
+
+        return torch_attn.flex_attention(*x, relative)
+
+
 def test_layers_share_a_graph_while_their_numbers_change() -> None:
     """PyTorch makes one graph with the first number, and one in which it is an input."""
-    made: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        made.append(graph)
-        return graph
-
     torch.compiler.reset()
-    torch.manual_seed(0)
+    counter = CompileCounter()
     for n in range(10):
-        layer = Layer(torch_attn.flex_attention)
+        layer = Layer()
         layer.number += n // 3
         x = qkv()
-        found = torch.compile(layer, backend=backend, fullgraph=True)(*x)
+        found = torch.compile(layer, backend=counter, fullgraph=True)(*x)
         torch.testing.assert_close(found, layer(*x))
         (gradient,) = torch.autograd.grad(found.square().sum(), layer.table)
         (expected,) = torch.autograd.grad(layer(*x).square().sum(), layer.table)
         torch.testing.assert_close(gradient, expected)
-    assert len(made) == 2
+    assert counter.frame_count == 2
     torch.compiler.reset()
 
 
 def test_vmap_in_a_compiled_function() -> None:
     """Views of a mapped table."""
-    query, key, value = torch.randn(3, 5, 1, H, L, 16)
-    table, bias = torch.randn(5, H, L, 2 * L - 1), torch.randn(5, 40, 50)
+    samples = torch.randn(3, 5, 1, H, L, 16)
+    x = (*samples, torch.randn(5, H, L, 2 * L - 1), torch.randn(5, 40, 50))
 
     def shifted(q: Tensor, k: Tensor, v: Tensor, table: Tensor, bias: Tensor) -> Tensor:
         return torch_attn.flex_attention(
@@ -203,8 +191,6 @@ def test_vmap_in_a_compiled_function() -> None:
     of_sample = torch.func.grad(lambda *x: shifted(*x).square().sum(), (3, 4))
     for function in (shifted, of_sample):
         run = torch.func.vmap(function)
-        found = torch.compile(run, backend="aot_eager", fullgraph=True)(
-            query, key, value, table, bias
-        )
-        torch.testing.assert_close(found, run(query, key, value, table, bias))
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*x), run(*x))
     torch.compiler.reset()

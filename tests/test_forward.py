@@ -34,20 +34,21 @@ def test_expanded(stored: tuple[int, ...], dtype: torch.dtype) -> None:
     check(Inputs(*(torch.randn(stored, dtype=dtype).expand(2, 3, 7, 7) for _ in range(4))))
 
 
+@pytest.mark.parametrize(
+    ("L", "heads", "kind"),
+    [
+        (35, (4, 2, 1), None),
+        # single queries: rows of neighbouring heads, stored as far apart as their layout has it
+        *((1, (40, 2, 1), kind) for kind in (None, "bool", "-inf")),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_heads_in_any_layout(dtype: torch.dtype) -> None:
-    for layout in LAYOUTS.values():
-        inputs = make_inputs(35, 70, 16, 24, heads=(4, 2, 1), dtype=dtype)
-        check(inputs.map(layout), enable_gqa=True)
-
-
-@pytest.mark.parametrize("kind", [None, "bool", "-inf"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_single_queries_of_many_heads(dtype: torch.dtype, kind: str | None) -> None:
-    """Rows of neighbouring heads, stored as far apart as their layout has it."""
+def test_grouped_heads_in_any_layout(
+    dtype: torch.dtype, L: int, heads: tuple[int, int, int], kind: str | None
+) -> None:
     mask = {} if kind is None else {"mask": (40, 1, 70), "kind": kind}
     for layout in LAYOUTS.values():
-        inputs = make_inputs(1, 70, 16, 24, heads=(40, 2, 1), dtype=dtype, **mask)
+        inputs = make_inputs(L, 70, 16, 24, heads=heads, dtype=dtype, **mask)
         check(inputs.map(layout), enable_gqa=True)
 
 
@@ -75,7 +76,7 @@ def test_tasks_that_share_keys(is_causal: bool, E: int, dtype: torch.dtype) -> N
 
 @pytest.mark.regression
 @pytest.mark.parametrize("sizes", [(64, 0), (0, 64)], ids=["no columns of values", "of keys"])
-def test_nothing_to_ask_for_ahead(sizes: tuple[int, int]) -> None:
+def test_prefetch_where_keys_or_values_are_empty(sizes: tuple[int, int]) -> None:
     """More keys or values than caches hold are asked for ahead, where there are any."""
     inputs = make_inputs(9, 20_000, *sizes, batch=(), heads=1)
     check(inputs)
@@ -87,14 +88,6 @@ def test_many_dimensions() -> None:
     backwards = tuple(range(11, -1, -1))
     query, key, value = (torch.randn(5, 4, *sizes).permute(backwards).mT for _ in range(3))
     check(Inputs(query, key, value, torch.randn(2, 1, 1, 2, 1, 1, 2, 1, 1, 2, 5, 1)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_packed(dtype: torch.dtype) -> None:
-    """Query, key and value as slices of one projection [B, L, 3, H, D], seen as [B, H, L, D]."""
-    packed = torch.randn(2, 33, 3, 4, 16, dtype=dtype)
-    query, key, value = packed.transpose(1, 3).unbind(2)
-    check(Inputs(query, key, value), is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,7 +167,9 @@ def test_strides_follow_query(Ev: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("L", "S", "E"), [(33, 70, 16), (3, 2000, 64), (130, 65, 96), (5, 9, 300)])
-def test_what_derivatives_need(L: int, S: int, E: int, dtype: torch.dtype) -> None:
+def test_logsumexp_and_residual_that_derivatives_need(
+    L: int, S: int, E: int, dtype: torch.dtype
+) -> None:
     """The logsumexp is a pair; the residual is what rounding took from the output."""
     query, key, value, mask = make_inputs(L, S, E, mask=(L, S), kind="-inf", dtype=dtype)
     assert mask is not None
@@ -220,7 +215,6 @@ MASKS = {
 
 
 @pytest.mark.regression
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_of_fewer_than_two_dimensions(name: str) -> None:
     """Every door takes them as the built-in does; a gradient has the mask's own shape."""

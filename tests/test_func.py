@@ -21,7 +21,6 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
-    stack_module_state,
     vjp,
     vmap,
 )
@@ -64,11 +63,7 @@ def _one_thread() -> None:
 
 def make_sample(sample: str) -> tuple[Inputs, dict[str, Any]]:
     sizes, options = SAMPLES[sample]
-    sizes = {"L": 5, "S": 7, "E": 4, "dtype": F64, **sizes}
-    if sizes.get("batch", ()) is None:
-        inputs = make_inputs(**{**sizes, "batch": (), "heads": 1})
-        return inputs.map(lambda t: t.view(t.shape[-2:])), options
-    return make_inputs(**sizes), options
+    return make_inputs(**{"L": 5, "S": 7, "E": 4, "dtype": F64, **sizes}), options
 
 
 def make_mapped(sample: str, subset: tuple[str, ...]) -> tuple[Inputs, tuple[int | None, ...], Any]:
@@ -101,6 +96,13 @@ def loop(function: Callable[..., Any], in_dims: tuple[int | None, ...], *tensors
     return torch.utils._pytree.tree_map(lambda *parts: torch.stack(parts), *results)
 
 
+def assert_is_a_loop(
+    function: Callable[..., Any], in_dims: tuple[int | None, ...], *tensors: Tensor
+) -> None:
+    actual = vmap(function, in_dims)(*tensors)
+    torch.testing.assert_close(actual, loop(function, in_dims, *tensors))
+
+
 def gradients(argnums: tuple[int, ...], **options: Any) -> Callable[..., tuple[Tensor, ...]]:
     """The gradients of a loss as a function of the inputs."""
     return grad(lambda *x: torch_attn.sdpa(*x, **options).sin().sum(), argnums)
@@ -116,12 +118,9 @@ def test_vmap(sample: str, subset: tuple[str, ...]) -> None:
     def function(*x: Tensor) -> Tensor:
         return torch_attn.sdpa(*x, **options)
 
-    actual = vmap(function, in_dims)(*inputs)
-    torch.testing.assert_close(actual, loop(function, in_dims, *inputs))
+    assert_is_a_loop(function, in_dims, *inputs)
     wanted = (0, 1, 2, 3)[: 4 if inputs.attn_mask.is_floating_point() else 3]
-    function = gradients(wanted, **options)
-    actual = vmap(function, in_dims)(*inputs)
-    torch.testing.assert_close(actual, loop(function, in_dims, *inputs))
+    assert_is_a_loop(gradients(wanted, **options), in_dims, *inputs)
 
 
 @pytest.mark.usefixtures("device")
@@ -148,28 +147,39 @@ def test_nested(order: str, first: tuple[str, ...]) -> None:
     torch.testing.assert_close(actual, expected)
 
 
+def all_derivatives(function: Callable[..., tuple[Tensor, ...]], learned: int) -> Any:
+    """jvp, vjp and Hessian-vector products in each order; the first arguments have derivatives."""
+
+    def derivatives(*arguments: Tensor) -> Any:
+        x, fixed = arguments[:learned], arguments[learned:]
+        t = tuple(a.isfinite() * a.nan_to_num(neginf=0).cos() for a in x)
+
+        def results(*y: Tensor) -> tuple[Tensor, ...]:
+            return function(*y, *fixed)
+
+        def loss_of(tensors: tuple[Tensor, ...]) -> Tensor:
+            return sum(tensor.sin().sum() for tensor in tensors)
+
+        gradient = grad(lambda *y: loss_of(results(*y)), tuple(range(learned)))
+        along = grad(lambda *y: loss_of(jvp(results, y, t)[1]), tuple(range(learned)))
+        outputs, tangents = jvp(results, x, t)
+        pulled = vjp(results, *x)[1](tuple(output.cos() for output in outputs))
+        return tangents, pulled, jvp(gradient, x, t)[1], vjp(gradient, *x)[1](t), along(*x)
+
+    return derivatives
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("sample", [s for s in SAMPLES if SAMPLES[s][0].get("kind") != "bool"])
 @pytest.mark.parametrize("subset", [TENSORS, ("query",), ("key", "attn_mask")], ids="-".join)
 def test_vmap_of_derivatives(sample: str, subset: tuple[str, ...]) -> None:
-    """jvp, vjp and Hessian-vector products in both orders, mapped."""
+    """jvp, vjp and Hessian-vector products in each order, mapped."""
     inputs, in_dims, options = make_mapped(sample, subset)
 
-    def function(*x: Tensor) -> Tensor:
-        return torch_attn.sdpa(*x, **options)
+    def function(*x: Tensor) -> tuple[Tensor]:
+        return (torch_attn.sdpa(*x, **options),)
 
-    def derivatives(*x: Tensor) -> Any:
-        t = tuple(a.isfinite() * a.nan_to_num(neginf=0).cos() for a in x)
-        output, tangent = jvp(function, x, t)
-        pulled = vjp(function, *x)[1](output.cos())
-        gradient = gradients((0, 1, 2, 3), **options)
-        forward_over_reverse = jvp(gradient, x, t)[1]
-        reverse_over_reverse = vjp(gradient, *x)[1](t)
-        reverse_over_forward = grad(lambda *y: jvp(function, y, t)[1].sin().sum(), (0, 1, 2, 3))(*x)
-        return tangent, pulled, forward_over_reverse, reverse_over_reverse, reverse_over_forward
-
-    actual = vmap(derivatives, in_dims)(*inputs)
-    torch.testing.assert_close(actual, loop(derivatives, in_dims, *inputs))
+    assert_is_a_loop(all_derivatives(function, 4), in_dims, *inputs)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -261,25 +271,6 @@ def test_gradients_of_each_sample() -> None:
             torch.testing.assert_close(actual[name][n], parameter.grad)
 
 
-@pytest.mark.usefixtures("device")
-def test_ensemble() -> None:
-    """Models stacked, one input."""
-    models, x = [Block() for _ in range(N)], torch.randn(6, 8, dtype=F64)
-    parameters, buffers = stack_module_state(models)
-    actual = vmap(lambda p, b: functional_call(models[0], (p, b), (x,)))(parameters, buffers)
-    torch.testing.assert_close(actual, torch.stack([model(x) for model in models]))
-
-
-@pytest.mark.usefixtures("device")
-def test_weights() -> None:
-    inputs, in_dims, options = make_mapped("heads", ("query", "attn_mask"))
-
-    def function(*x: Tensor) -> tuple[Tensor, ...]:
-        return torch_attn.sdpa_with_weights(*x, **options)
-
-    torch.testing.assert_close(vmap(function, in_dims)(*inputs), loop(function, in_dims, *inputs))
-
-
 # --- options --------------------------------------------------------------------------------------
 
 # What may be mapped of a sample [2, 3, 5 or 7, 4] and its options, by shapes: the six tensors that
@@ -338,8 +329,7 @@ def test_options(mapped: tuple[str, ...]) -> None:
         return torch_attn.sdpa_with_weights(*x[:3], **options, **FIXED)
 
     for function in (with_options, grad(loss, tuple(range(6))), statistics, weights):
-        actual = vmap(function, in_dims)(*tensors)
-        torch.testing.assert_close(actual, loop(function, in_dims, *tensors))
+        assert_is_a_loop(function, in_dims, *tensors)
 
 
 @pytest.mark.usefixtures("device")
@@ -348,26 +338,13 @@ def test_options(mapped: tuple[str, ...]) -> None:
     ids="-".join,
 )  # fmt: skip
 def test_derivatives_with_options(mapped: tuple[str, ...]) -> None:
-    """jvp, vjp, Hessian-vector products, through output and logsumexp, mapped."""
+    """jvp, vjp and Hessian-vector products, through output and logsumexp, mapped."""
     tensors, in_dims = make_options(mapped)
 
-    def derivatives(*x: Tensor) -> Any:
-        learned, positions = x[:6], x[6:]
-        t = tuple(a.cos() for a in learned)
+    def function(*x: Tensor) -> tuple[Tensor, ...]:
+        return with_options(*x)[:2]
 
-        def function(*y: Tensor) -> Any:
-            return with_options(*y, *positions)[:2]
-
-        def loss(*y: Tensor) -> Tensor:
-            return sum(result.sin().sum() for result in function(*y))
-
-        gradient = grad(loss, tuple(range(6)))
-        results, tangents = jvp(function, learned, t)
-        pulled = vjp(function, *learned)[1](tuple(r.cos() for r in results))
-        return tangents, pulled, jvp(gradient, learned, t)[1], vjp(gradient, *learned)[1](t)
-
-    actual = vmap(derivatives, in_dims)(*tensors)
-    torch.testing.assert_close(actual, loop(derivatives, in_dims, *tensors))
+    assert_is_a_loop(all_derivatives(function, 6), in_dims, *tensors)
 
 
 @pytest.mark.usefixtures("device")
@@ -386,28 +363,6 @@ def test_options_nested() -> None:
     actual = vmap(vmap(gradient, (None, 0)), (0, None))(sinks, lengths)
     expected = torch.stack([torch.stack([gradient(s, n) for n in lengths]) for s in sinks])
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.usefixtures("device")
-def test_gradients_of_each_sample_with_options() -> None:
-    """Sinks and slopes that all samples share, each of them of another length."""
-    query, key, value = torch.randn(3, N, 3, 5, 4, dtype=F64)
-    slopes, sinks = torch.rand(3, dtype=F64), torch.randn(3, dtype=F64)
-    lengths = torch.tensor([5, 1, 0, 3])
-
-    def loss(slopes: Tensor, sinks: Tensor, *sample: Tensor) -> Tensor:
-        q, k, v, length = sample
-        options = {"alibi_slopes": slopes, "sinks": sinks, "key_lengths": length}
-        return torch_attn.sdpa(q, k, v, query_offset=1, **options).square().sum()
-
-    actual = vmap(grad(loss, (0, 1)), (None, None, 0, 0, 0, 0))(
-        slopes, sinks, query, key, value, lengths
-    )
-    for n in range(N):
-        leaves = [t.clone().requires_grad_() for t in (slopes, sinks)]
-        loss(*leaves, query[n], key[n], value[n], lengths[n]).backward()
-        for name, leaf, found in zip(("slopes", "sinks"), leaves, actual, strict=True):
-            torch.testing.assert_close(found[n], leaf.grad, msg=name)
 
 
 @pytest.mark.cpu  # on a GPU lengths are clamped, and not checked
@@ -616,12 +571,3 @@ def test_a_number_may_be_of_any_type(function: Callable[..., Any]) -> None:
     for one, two in ((1, 2), (torch.tensor(1.0), torch.tensor(2.0)), (True, 2.0)):
         actual = function(x, x, x, None, one, scale=two)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_a_scale_that_is_learned() -> None:
-    """A scale that is learned works as the error says: multiply the query."""
-    query, key, value, _ = make_inputs(5, 7, dtype=F64)
-    scale = torch.tensor(0.3, dtype=F64, requires_grad=True)
-    assert gradcheck(lambda s: torch_attn.sdpa(query * s, key, value, scale=1.0), (scale,))
-    expected = torch_attn.sdpa(query, key, value, scale=0.3)
-    torch.testing.assert_close(torch_attn.sdpa(query * scale, key, value, scale=1.0), expected)

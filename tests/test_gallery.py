@@ -16,35 +16,25 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as pytorchs
 
 import torch_attn
+from test_bench import imported
+from test_docs import ROOT, examples
 from torch_attn import reference
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "flex-gallery.md"
-BENCHMARKS = ROOT / "benchmarks"
 B, H, L, E = 2, 2, 40, 8
 
 
 @pytest.fixture(scope="module")
 def gallery() -> Iterator[Any]:
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        import gallery
-    yield gallery
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
-            del sys.modules[name]
-
-
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    with imported("gallery") as module:
+        yield module
 
 
 def test_page_is_what_the_command_makes(gallery: Any) -> None:
     text = PAGE.read_text()
     times = gallery.Times.of_page(text)
     assert gallery.page(times) == text
-    assert blocks() == [entry.source() for entry in gallery.ENTRIES.values()]
+    assert examples(PAGE) == [entry.source() for entry in gallery.ENTRIES.values()]
     assert list(times.rows) == list(gallery.ENTRIES)  # a row of times for each function
     assert max(len(x) for x in text.splitlines() if not x.startswith("|")) <= 120
     for title, link in re.findall(r"\[([^\]]+)\]\(#([\w-]+)\)", text):
@@ -77,7 +67,7 @@ def same(name: str, found: Any, expected: Any) -> None:
 def test_functions_compute_what_pytorch_computes_over_all_pairs(gallery: Any) -> None:
     """The blocks of the page, called as the page says, against the matrix and against the bias."""
     names: dict[str, Any] = {"flex_attention": torch_attn.flex_attention}
-    for entry, block in zip(gallery.ENTRIES.values(), blocks(), strict=True):
+    for entry, block in zip(gallery.ENTRIES.values(), examples(PAGE), strict=True):
         exec(block, names)
         arguments = entry.example(B, H, L)
         x = [torch.randn(B, H, L, E, dtype=torch.float64, requires_grad=True) for _ in range(3)]

@@ -173,10 +173,7 @@ def count_tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("not run: no g++")
     to = tmp_path_factory.mktemp("count_tiles")
     flags = ["-O1", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-include", "mutation.h"]
-    source, include = (
-        ROOT / "tests" / "cpu" / "count_tiles.cpp",
-        f"-I{mutable_sources(to, CHANGES)}",
-    )
+    source, include = ROOT / "tests/cpu/count_tiles.cpp", f"-I{mutable_sources(to, CHANGES)}"
     subprocess.run(["g++", *flags, include, source, "-o", to / "program"], check=True)
     return to / "program"
 

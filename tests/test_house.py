@@ -1,4 +1,4 @@
-"""What may be in which folder, by includes and imports; how long a Python function may be."""
+"""What may be in which folder, by includes and imports; how long a function is; how tests are."""
 
 from __future__ import annotations
 
@@ -50,9 +50,34 @@ def test_kernels_of_cuda_keep_every_member_where_sizeof_reaches() -> None:
         assert "no_unique_address" not in re.sub(r"//.*", "", file.read_text()), file
 
 
-def test_what_is_looked_at_is_there() -> None:
+def test_patterns_of_this_file_match_files() -> None:
     assert len(KERNELS) > 50
     assert any(TORCH.match(name) for name in included(CSRC / "cpu" / "device.cpp"))
+
+
+def test_the_map_of_the_tests_has_every_file() -> None:
+    """A name that ends with … stands for all files that begin so."""
+    page = (Path(__file__).parent / "README.md").read_text()
+    table = page[page.index("| subject |") : page.index("## Add a test")]
+    names = re.findall(r"`(?:test_)?(\w+)`", table)
+    begins = re.findall(r"`(?:test_)?(\w+)…`", table)
+    files = {path.stem[5:] for path in Path(__file__).parent.glob("test_*.py")}
+    assert {name for name in files if not name.startswith(tuple(begins))} <= set(names)
+    assert {name for name in names if not name.startswith("_")} <= files
+    assert all(any(name.startswith(begin) for name in files) for begin in begins)
+
+
+def test_no_case_of_a_test_passes_without_testing() -> None:
+    """A case for which a test would return before it has done anything is left out of its table."""
+    for file in Path(__file__).parent.rglob("test_*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+                docstring = ast.get_docstring(function) is not None
+                for line in function.body[docstring:]:
+                    if any(isinstance(part, (ast.Assert, ast.Expr)) for part in ast.walk(line)):
+                        break
+                    returns = isinstance(line, ast.If) and isinstance(line.body[0], ast.Return)
+                    assert not returns, f"{file.name}: {function.name}"
 
 
 def test_the_root_is_a_table_of_contents() -> None:

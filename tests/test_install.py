@@ -18,6 +18,7 @@ import torch_attn
 from check_wheel import compute, fresh_environment
 
 PIP = [sys.executable, "-m", "pip"]
+OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 ROOT = Path(__file__).parents[1]
 
@@ -63,39 +64,6 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
-def test_sdist_is_the_checkout(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        files = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
-    generated = {name for name in files if name.startswith("torch_attn.egg-info/")}
-    assert files - generated - {"PKG-INFO", "setup.cfg"} == checked_out()
-
-
-def test_page_of_a_package_index(sdist: Path) -> None:
-    """It is the README without links to files, which are not there."""
-    with tarfile.open(sdist) as archive:
-        (name,) = [n for n in archive.getnames() if n.count("/") == 1 and n.endswith("PKG-INFO")]
-        page = archive.extractfile(name)
-        assert page is not None
-        text = page.read().decode()
-    assert "text/markdown" in text
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert "[reference.py]" not in text
-    assert "reference.py (`torch_attn/reference.py`)" in text
-    assert "[transformers](https://huggingface.co/docs/transformers)" in text
-
-
-def test_version_of_the_sdist(sdist: Path) -> None:
-    """pip refuses a file whose metadata has another version, such as one with CUDA's tag."""
-    config = configparser.ConfigParser()
-    with tarfile.open(sdist) as archive:
-        root = sdist.name.removesuffix(".tar.gz")
-        files = (archive.extractfile(f"{root}/{name}") for name in ("setup.cfg", "PKG-INFO"))
-        setup, metadata = (file.read().decode() for file in files if file is not None)
-    config.read_string(setup)
-    assert config["egg_info"]["tag_build"] == ""
-    assert f"\nVersion: {torch_attn.__version__}\n" in metadata
-
-
 @pytest.fixture(scope="module")
 def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("unpacked")
@@ -103,12 +71,36 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_sdist_is_the_checkout(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        files = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    generated = {name for name in files if name.startswith("torch_attn.egg-info/")}
+    assert files - generated - {"PKG-INFO", "setup.cfg"} == checked_out()
+
+
+def test_page_of_a_package_index(unpacked: Path) -> None:
+    """It is the README without links to files, which are not there."""
+    text = (unpacked / "PKG-INFO").read_text()
+    assert "text/markdown" in text
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    assert "[reference.py]" not in text
+    assert "reference.py (`torch_attn/reference.py`)" in text
+    assert "[transformers](https://huggingface.co/docs/transformers)" in text
+
+
+def test_version_of_the_sdist(unpacked: Path) -> None:
+    """pip refuses a file whose metadata has another version, such as one with CUDA's tag."""
+    config = configparser.ConfigParser()
+    config.read(unpacked / "setup.cfg")
+    assert config["egg_info"]["tag_build"] == ""
+    assert f"\nVersion: {torch_attn.__version__}\n" in (unpacked / "PKG-INFO").read_text()
+
+
 @pytest.mark.slow
 def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
     """Uses this environment's pip, into a fresh one, so that the next test compiles nothing."""
     python = fresh_environment(tmp_path)
-    into = ["--prefix", tmp_path, "--ignore-installed"]
-    run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", unpacked)
+    run(*PIP, "install", "--prefix", tmp_path, "--ignore-installed", *OFFLINE, unpacked)
     version = torch_attn.__version__
     assert compute(python) == f"torch_attn {version} computes with torch {torch.__version__}\n"
 
@@ -117,8 +109,7 @@ def test_install_from_the_sdist(unpacked: Path, tmp_path: Path) -> None:
 def test_type_checkers_see_an_editable_install(unpacked: Path, tmp_path: Path) -> None:
     """Uses the README's command, from another directory."""
     python = fresh_environment(tmp_path)
-    into = ["--prefix", tmp_path, "--ignore-installed"]
-    run(*PIP, "install", *into, "--no-index", "--no-deps", "--no-build-isolation", "-e", unpacked)
+    run(*PIP, "install", "--prefix", tmp_path, "--ignore-installed", *OFFLINE, "-e", unpacked)
     (tmp_path / "program.py").write_text("import torch_attn\n\nreveal_type(torch_attn.sdpa)\n")
     command = ["-m", "mypy", "--python-executable", python, "program.py"]
     said = run(sys.executable, *command, cwd=tmp_path)
@@ -128,8 +119,7 @@ def test_type_checkers_see_an_editable_install(unpacked: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_wheel(unpacked: Path, tmp_path: Path) -> None:
     """It is for one release of torch, and its dependencies say so; for every Python."""
-    options = ["--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "dist"]
-    run(*PIP, "wheel", *options, unpacked)
+    run(*PIP, "wheel", *OFFLINE, "--wheel-dir", tmp_path / "dist", unpacked)
     (wheel,) = (tmp_path / "dist").iterdir()
     version = torch_attn.__version__
     assert wheel.stem.startswith(f"torch_attn-{version}-py3-none-")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import torch_attn
-from helpers import DTYPES, SEED, bits_promised, in_fresh_process
+from helpers import DTYPES, bits_promised, in_fresh_process
 
 SIZES = [
     # B, Hq, Hk, L, S
@@ -135,7 +134,28 @@ def test_chunks_of_a_text(name: str, dtype: torch.dtype, kernels: str) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_it_is_asked_for() -> None:
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_chunks_of_several_texts(key_heads: int) -> None:
+    """Whole texts, as in training; chunks of any size; token by token; alone or among others."""
+    query = torch.randn(3, 4, 150, 16, requires_grad=True)
+    key, value = torch.randn(2, 3, key_heads, 150, 16)
+
+    def attend(texts: slice, first: int, last: int) -> Tensor:
+        given = (query[texts, :, first:last], key[texts, :, :last], value[texts, :, :last])
+        return torch_attn.sdpa(*given, is_causal=True, query_offset=first, enable_gqa=True)
+
+    with torch_attn.invariant():
+        whole = attend(slice(3), 0, 150)
+    with torch_attn.invariant(), torch.no_grad():
+        for chunks in ([150], [1] * 150, [64, 64, 22], [7, 1, 100, 42], [149, 1]):
+            ends = [0, *itertools.accumulate(chunks)]
+            for texts in (slice(3), slice(1, 2)):
+                parts = [attend(texts, *cut) for cut in itertools.pairwise(ends)]
+                assert torch.equal(torch.cat(parts, 2), whole[texts]), chunks
+
+
+@pytest.mark.usefixtures("device")
+def test_bits_differ_without_invariant() -> None:
     """The case in which the bits differ without it, so that the tests above can fail."""
     query, key, value = torch.randn(3, 2, 2000, 64)
 
@@ -183,99 +203,6 @@ def test_environment(value: str, expected: str) -> None:
         command, env={**os.environ, "ATTN_INVARIANT": value}, capture_output=True, text=True
     )
     assert expected in result.stdout + result.stderr
-
-
-# --- Models ---------------------------------------------------------------------------------------
-
-
-class RowByRow(nn.Linear):
-    """A layer that keeps its bits: a matrix product has others for other numbers of rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = [F.linear(row, self.weight, self.bias) for row in x.reshape(-1, 1, x.shape[-1])]
-        return torch.cat(rows).view(*x.shape[:-1], -1)
-
-
-class Block(nn.Module):
-    """A layer of a GPT or, with `llama`, of a Llama: rotary positions, groups, RMSNorm, SwiGLU."""
-
-    def __init__(self, width: int, heads: int, llama: bool) -> None:
-        super().__init__()
-        self.heads, self.llama = heads, llama
-        self.key_heads = heads // 2 if llama else heads
-        dim = width // heads
-        norm = nn.RMSNorm if llama else nn.LayerNorm
-        self.norms = nn.ModuleList([norm(width), norm(width)])
-        self.project = RowByRow(width, (heads + 2 * self.key_heads) * dim, bias=not llama)
-        self.out = RowByRow(width, width, bias=not llama)
-        self.up = RowByRow(width, 2 * width if llama else 4 * width, bias=not llama)
-        self.down = RowByRow(width if llama else 4 * width, width, bias=not llama)
-
-    def rotate(self, x: Tensor, first: int) -> Tensor:
-        half = x.shape[-1] // 2
-        angles = (first + torch.arange(x.shape[-2]))[:, None] / 100 ** (torch.arange(half) / half)
-        a, b = x.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def forward(self, x: Tensor, cache: list[Tensor], first: int) -> Tensor:
-        B, L, width = x.shape
-        numbers = self.project(self.norms[0](x)).view(B, L, -1, width // self.heads)
-        sizes = (self.heads, self.key_heads, self.key_heads)
-        query, key, value = (t.transpose(1, 2) for t in numbers.split(sizes, 2))
-        if self.llama:
-            query, key = self.rotate(query, first), self.rotate(key, first)
-        cache[0], cache[1] = torch.cat([cache[0], key], 2), torch.cat([cache[1], value], 2)
-        attended = torch_attn.sdpa(
-            query, *cache, is_causal=True, query_offset=first, enable_gqa=True
-        )
-        x = x + self.out(attended.transpose(1, 2).reshape(B, L, width))
-        hidden = self.up(self.norms[1](x))
-        if self.llama:
-            gate, hidden = hidden.chunk(2, -1)
-            return x + self.down(F.silu(gate) * hidden)
-        return x + self.down(F.gelu(hidden))
-
-
-class Model(nn.Module):
-    def __init__(self, llama: bool) -> None:
-        super().__init__()
-        torch.manual_seed(SEED)
-        self.embed = nn.Embedding(50, 64)
-        self.blocks = nn.ModuleList([Block(64, 4, llama) for _ in range(2)])
-        self.head = RowByRow(64, 50)
-
-    def forward(self, tokens: Tensor, chunks: list[int]) -> Tensor:
-        """The logits of texts [B, T] that come in chunks of these lengths, [B, T, 50]."""
-        B = tokens.shape[0]
-        caches = [[torch.zeros(B, b.key_heads, 0, 16) for _ in range(2)] for b in self.blocks]
-        logits, first = [], 0
-        for length in chunks:
-            x = self.embed(tokens[:, first : first + length])
-            for block, cache in zip(self.blocks, caches, strict=True):
-                x = block(x, cache, first)
-            logits.append(self.head(x))
-            first += length
-        return torch.cat(logits, 1)
-
-
-@pytest.fixture
-def invariant() -> Iterator[None]:
-    with torch_attn.invariant():
-        yield
-
-
-@pytest.mark.usefixtures("device", "invariant")
-@pytest.mark.parametrize("llama", [False, True], ids=["GPT", "Llama"])
-def test_models(llama: bool) -> None:
-    """Whole texts, as in training; chunks of any size; token by token; alone or among others."""
-    model, tokens = Model(llama), torch.randint(50, (3, 150))
-    whole = model(tokens, [150])
-    assert whole.requires_grad
-    with torch.no_grad():
-        for chunks in ([150], [1] * 150, [64, 64, 22], [7, 1, 100, 42], [149, 1]):
-            assert torch.equal(model(tokens, chunks), whole), chunks
-            assert torch.equal(model(tokens[1:2], chunks), whole[1:2]), chunks
 
 
 def count_threads() -> int:

@@ -58,7 +58,7 @@ def foreign_symbols(target: Path, namespace: str) -> list[str]:
     return [name for name in weak if not re.search(own, name) and name not in NOT_CODE]
 
 
-@pytest.mark.parametrize("optimized", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("optimized", [pytest.param(False, marks=pytest.mark.slow("csrc")), True])
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_but_kernels(name: str, optimized: bool, tmp_path: Path) -> None:
     target = of_the_library(name) if optimized else compiled(SOURCES[name], tmp_path)
@@ -66,7 +66,7 @@ def test_nothing_but_kernels(name: str, optimized: bool, tmp_path: Path) -> None
     assert not foreign_symbols(target, NAMESPACES[name])
 
 
-def test_that_both_are_seen(tmp_path: Path) -> None:
+def test_checker_sees_code_at_load_and_weak_symbols(tmp_path: Path) -> None:
     source = tmp_path / "bad.cpp"
     source.write_text(
         "int now();\n"

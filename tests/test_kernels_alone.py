@@ -19,7 +19,7 @@ NATIVE = shutil.which("g++")
 X86 = NATIVE if platform.machine() == "x86_64" else None
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror"]
 
-pytestmark = pytest.mark.slow  # compiles kernels
+pytestmark = pytest.mark.slow("csrc/core", "csrc/cpu", "tests/cpu")  # compiles kernels
 
 
 def compiled(compiler: str, csrc: Path, sets: list[str], to: Path, *options: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.demo.report import check
-from examples.lesson import extras, four_tokens, heads, lookup, page, threads, variants, words
+from examples.lesson import extras, four_tokens, heads, lookup, threads, variants, words
 from examples.lesson.wording import fixed, number
 
 Array = NDArray[np.float64]
@@ -42,11 +43,7 @@ class TestWords:
         equal(m.scores, scores)
         equal(m.weights, weights)
         equal(m.output, output)
-
-    def test_what_the_text_says_of_it(self) -> None:
-        m = words.menu()
-        assert [round(s * 2**0.5, 12) for s in m.scores[0].tolist()] == [2, -1]
-        assert 2 < m.output.item() < 4
+        assert (m.query @ m.key.mT).tolist() == [[2, -1]]  # as the text says
 
 
 class TestFourTokens:
@@ -62,13 +59,6 @@ class TestFourTokens:
         equal(f.weights, weights)
         equal(f.unscaled_weights, softmax(X @ X.T))
         equal(f.output, output)
-
-    def test_weights_sum_to_one_and_differences_shrink(self) -> None:
-        f = four_tokens.attend()
-        equal(f.weights.sum(-1), np.ones(4))
-        assert (f.weights.max() - f.weights.min()) < (
-            f.unscaled_weights.max() - f.unscaled_weights.min()
-        )
 
 
 class TestHeads:
@@ -108,13 +98,10 @@ class TestHeads:
 
     def test_shapes_are_those_that_the_document_prints(self) -> None:
         found = heads.four_heads()
-        assert heads.X.shape == (10, 8)
-        assert heads.single_head().output.shape == (10, 8)
         shapes = [tuple(head.output.shape) for head in found.values()]
         assert shapes == [(10, 1), (10, 2), (10, 3), (10, 2)]
-        assert len(found) == 4
         assert heads.multi_head_output(found).shape == (10, 8)
-        assert [len(heads.TOKENS), heads.TOKENS[2], heads.TOKENS[-1]] == [10, "apple", "acidic"]
+        assert [heads.TOKENS[2], heads.TOKENS[-1]] == ["apple", "acidic"]
 
     def test_what_the_text_says_of_the_heads(self) -> None:
         found, single = heads.four_heads(), heads.single_head()
@@ -151,11 +138,6 @@ class TestVariants:
             weights = attend()
             assert weights[weights > 0].min() > 0.01  # the least that is drawn
 
-    def test_heads_of_one_call_are_heads_alone(self) -> None:
-        many = variants.multi_head()
-        assert many.apart < 1e-14
-        equal(many.weights.sum(-1), np.ones((4, 5)))
-
     def test_positions_are_sines_and_cosines(self) -> None:
         found = variants.positions(7, 6)
         for place in range(7):
@@ -175,11 +157,8 @@ class TestVariants:
         assert found["weights of a linear layer, likewise"] == 0
         # a few roundings of float32 in numbers up to 4
         limit = 32 * torch.finfo(torch.float32).eps
-        assert found["tokens in another order"] < limit
-        assert found["a key moved 4,095 places away"] < limit
-        assert set(variants._NOTHING) < set(found)
-        for name in set(found) - set(variants._NOTHING):
-            assert found[name] > 0.05, name
+        assert max(found[name] for name in variants._NOTHING) < limit
+        assert min(found[name] for name in set(found) - set(variants._NOTHING)) > 0.05
 
 
 class TestLookup:
@@ -200,49 +179,36 @@ class TestLookup:
         assert found.output == pytest.approx(softmax(keys @ query) @ [10, 5, 2], rel=1e-14)
         assert found.weights[2] < 1e-3 < found.weights[1] < found.weights[0]
 
-    def test_words_of_a_kind_are_neighbours(self) -> None:
-        gaps = lookup.distances()
-        assert gaps["fruit – vegetable"] < gaps["fruit – furniture"]
-        assert gaps["fruit – vegetable"] < gaps["vegetable – furniture"]
-
     def test_arithmetic_with_words_ends_at_the_king(self) -> None:
         query, weights = lookup.arithmetic()
         keys = np.array(list(lookup.ROYALTY.values()))
         equal(weights, softmax(keys @ query.numpy()))
         assert list(lookup.ROYALTY)[int(weights.argmax())] == "king"
 
-    def test_softmax_prints_what_the_document_prints(self) -> None:
-        printed = [f"{w:.4f}" for w in lookup.softmax([4.0, -1.0, 2.1]).tolist()]
-        assert printed == ["0.8648", "0.0058", "0.1294"]
-        large = [f"{w:.8e}" for w in lookup.softmax([30.0, 20.0, 10.0]).tolist()]
-        assert large == ["9.99954600e-01", "4.53978686e-05", "2.06106005e-09"]
-
-    def test_one_number_of_the_document_is_cut_off_and_not_rounded(self) -> None:
-        small = lookup.softmax([3.0, 2.0, 1.0]).tolist()
-        assert [f"{w:.3f}" for w in small] == ["0.665", "0.245", "0.090"]
-        assert [f"{int(w * 1000) / 1000:.3f}" for w in small] == ["0.665", "0.244", "0.090"]
-        assert f"{small[1]:.4f}" == "0.2447"
-
-    @pytest.mark.parametrize("scores", [[4.0, -1.0, 2.1], [3.0, 2.0, 1.0], [30.0, 20.0, 10.0]])
-    def test_softmax_and_its_jacobian_are_the_formula(self, scores: list[float]) -> None:
+    @pytest.mark.parametrize(
+        ("scores", "digits", "printed"),
+        [
+            ([4.0, -1.0, 2.1], ".4f", "0.8648 0.0058 0.1294"),
+            ([30.0, 20.0, 10.0], ".8e", "9.99954600e-01 4.53978686e-05 2.06106005e-09"),
+            # Its 0.244 is cut off and not rounded.
+            ([3.0, 2.0, 1.0], ".3f", "0.665 0.245 0.090"),
+        ],
+    )
+    def test_softmax_and_its_jacobian_are_the_formula_and_as_printed(
+        self, scores: list[float], digits: str, printed: str
+    ) -> None:
         weights = softmax(np.array(scores))
         equal(lookup.softmax(scores), weights)
         equal(lookup.jacobian(scores), np.diag(weights) - np.outer(weights, weights))
+        assert " ".join(f"{w:{digits}}" for w in lookup.softmax(scores).tolist()) == printed
 
-    def test_softmax_keeps_order_and_sum_and_knows_differences_only(self) -> None:
+    def test_softmax_knows_differences_only(self) -> None:
         scores = [4.0, -1.0, 2.1]
-        weights = lookup.softmax(scores)
-        assert ((weights > 0) & (weights < 1)).all()
-        assert weights.sum().item() == pytest.approx(1, rel=1e-15)
-        assert weights.argsort().tolist() == [1, 2, 0]
         # rounding 102.1 moves a score by half an ulp of 128
         shifted = lookup.softmax([s + 100 for s in scores])
-        assert (weights - shifted).abs().max() < np.spacing(128.0)
+        assert (lookup.softmax(scores) - shifted).abs().max() < np.spacing(128.0)
 
-    def test_large_scores_do_not_overflow(self) -> None:
-        assert lookup.softmax([1000.0, 0.0]).tolist() == [1, 0]
-
-    def test_random_lookups_are_the_formula_and_stay_among_the_values(self) -> None:
+    def test_random_lookups_are_the_formula(self) -> None:
         found = lookup.kv_lookup(50)
         draw = torch.Generator().manual_seed(0)
         query = torch.randn(50, 1, 8, generator=draw, dtype=torch.float64).numpy()
@@ -250,18 +216,11 @@ class TestLookup:
         expected = [softmax(q @ k.T) @ [10, 5, 2] for q, k in zip(query, key, strict=True)]
         # scores of up to 30 carry their own rounding into the weights, values of 10 enlarge it
         np.testing.assert_allclose(found.numpy(), np.concatenate(expected), rtol=1e-12)
-        assert ((found >= 2) & (found <= 10)).all()
 
     def test_values_of_another_size_than_keys(self) -> None:
         output, _ = lookup.with_scores(lookup.BY_HAND.log()[None], lookup.VECTOR_VALUES)
         equal(output[0], np.array([0.6, 0.4, 0.0]) @ lookup.VECTOR_VALUES.numpy())
         assert [f"{x:.2f}" for x in output[0].tolist()] == ["1.02", "0.92", "-0.26", "0.68"]
-
-    def test_the_loop_and_the_one_call_are_equal(self) -> None:
-        run = lookup.loop(64)
-        assert run.difference < 8 * torch.finfo(torch.float32).eps
-        assert run.at_once > 0
-        assert run.one_by_one > 0
 
     def test_the_slider_starts_even_and_ends_as_the_document_s_large_scores(self) -> None:
         steps = lookup.tempered()
@@ -269,15 +228,12 @@ class TestLookup:
         assert steps[0][1] == pytest.approx([1 / 3] * 3, rel=1e-15)
         assert f"{steps[-1][1][1]:.8e}" == "4.53978686e-05"
 
-    def test_first_footnote(self) -> None:
+    def test_footnote_of_cosines(self) -> None:
         f = lookup.footnote_vectors()
         assert (f.dot_b, f.dot_c) == (1000, 6)
         # the other way round than the source says
         assert f.cosine_b == pytest.approx(3**-0.5, rel=1e-14)
         assert f.cosine_c == pytest.approx(1, rel=1e-14)
-
-    def test_second_footnote(self) -> None:
-        assert lookup.footnote_scores().tolist() == [-3, 0, 3]
 
 
 class TestExtras:
@@ -289,9 +245,6 @@ class TestExtras:
         equal(extras.window(left), softmax(scores))
         assert extras.pairs(10, left) == seen.sum() == (34 if left == 3 else 55)
         assert extras.pairs(500, left) == (4 * 500 - 6 if left == 3 else 500 * 501 // 2)
-
-    def test_each_layer_reaches_further_back(self) -> None:
-        assert [extras.reach(layers) for layers in (1, 2, 3, 4)] == [4, 7, 10, 10]
 
     @pytest.mark.parametrize("c", [1.0, extras.CAP, 50.0, 0.0])
     def test_a_cap_bends_scores_and_slopes(self, c: float) -> None:
@@ -336,20 +289,13 @@ class TestSayingIt:
     ) -> None:
         from examples.lesson import __main__ as lesson
 
-        class Broken:
-            __name__ = "examples.lesson.broken"
-
-            @staticmethod
-            def STEPS(quick: bool) -> int:  # noqa: N802
-                return 1
-
-            @staticmethod
-            def chapter(quick: bool, advance: object) -> page.Section:
-                check(False, "2 is 3")
-                raise AssertionError("check let it pass")
-
+        broken = types.SimpleNamespace(
+            __name__="examples.lesson.broken",
+            STEPS=lambda quick: 1,
+            chapter=lambda quick, advance: check(False, "2 is 3"),
+        )
         monkeypatch.setattr(sys, "argv", ["lesson", "--quick", "--out", str(tmp_path)])
-        monkeypatch.setattr(lesson, "CHAPTERS", [Broken])
+        monkeypatch.setattr(lesson, "CHAPTERS", [broken])
         assert lesson.main() == 1
         assert "This does not hold: 2 is 3" in capsys.readouterr().out
         assert not (tmp_path / "lesson.html").exists()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -21,11 +18,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from _variants import run_python
 from examples.lesson import page
 from examples.lesson.page import Numbers, Picture, Section
 
 pytestmark = pytest.mark.slow  # runs the lesson, and a browser
-ROOT = Path(__file__).parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 
 # https://html.spec.whatwg.org/multipage/syntax.html#void-elements
@@ -36,19 +33,11 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a quick run of the lesson, as a user runs it."""
     folder = tmp_path_factory.mktemp("lesson")
-    run = subprocess.run(
-        [sys.executable, "-m", "examples.lesson", "--quick", "--out", str(folder)],
-        cwd=ROOT,
-        # One thread: the threads of several busy processes would wait for each other.
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
-    assert "All checks hold" in run.stdout
-    assert str(folder / "lesson.html") in run.stdout
+    command = ["-m", "examples.lesson", "--quick", "--out", str(folder)]
+    # One thread: the threads of several busy processes would wait for each other.
+    printed = run_python(*command, COLUMNS="120", OMP_NUM_THREADS="1")
+    assert "All checks hold" in printed
+    assert str(folder / "lesson.html") in printed
     return folder
 
 

@@ -78,12 +78,11 @@ def test_learned_at() -> None:
     assert run([4.0] * 20 + [0.0] * 10).learned_at == 16
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trains
 def test_with_the_root_it_learns_first() -> None:
-    with threads.one_thread():
-        first = recall.train(ROOT, seed=0, steps=150)
-        assert first.learned_at is not None
-        assert first.accuracy > 0.9
-        without = recall.train(NONE, seed=0, steps=150)
+    first = recall.train(ROOT, seed=0, steps=150)
+    assert first.learned_at is not None
+    assert first.accuracy > 0.9
+    without = recall.train(NONE, seed=0, steps=150)
     assert without.learned_at is None
     assert (without.agreement < first.agreement).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torch_attn
-from _variants import ROOT
+from _variants import ROOT, run_python
 from tests import signatures
 from torch_attn import _library
 
@@ -146,6 +146,5 @@ print(*set(re.findall(r"\\S+/lib[gi]?omp[^/\\s]*[.]so", open("/proc/self/maps").
 
 def test_threads_are_torchs() -> None:
     """A second OpenMP in the process would have a team of its own, on the same cores."""
-    command = [sys.executable, "-W", "ignore", "-c", ONE_TEAM]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = run_python("-W", "ignore", "-c", ONE_TEAM)
     assert len(said.split()) == 1, said

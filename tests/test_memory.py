@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import torch_attn
 from _cases import LENGTHS
 from _memory import GuardedMemory, LargestAllocation, resident
+from _second_order import directions, over_forward, over_reverse
 from helpers import (
-    CPU_CAPABILITIES,
     DTYPES,
     Inputs,
+    Sdpa,
     cpu_capability_set_to,
+    double_backward,
     in_fresh_process,
+    make_grad_output,
     make_inputs,
+    results,
 )
 
 # Every option whose memory is promised to be O(L + S): sizes beside L and S, options.
@@ -44,8 +51,6 @@ def make_option(option: str, L: int, S: int, dtype: torch.dtype = torch.float32)
     sizes = {"batch": (), "heads": 1, **OPTIONS[option][0]}
     if "mask" in sizes:
         sizes["mask"] = tuple({"L": L, "S": S}.get(n, n) for n in sizes["mask"])
-    if sizes["batch"] is None:
-        return make_inputs(L, S, batch=(), heads=1, dtype=dtype).map(lambda t: t[0])
     return make_inputs(L, S, **sizes, dtype=dtype)
 
 
@@ -63,26 +68,40 @@ def test_mask_of_all_scores(kind: str) -> None:
     assert largest.elements < 512 * 512 // 2
 
 
-def peak_growth(option: str, lengths: tuple[int, ...]) -> list[int]:
-    """How far resident memory rises in a forward and backward, at each length."""
+def gradients(sdpa: Sdpa, x: Inputs, u: Tensor, t: Inputs, **options: Any) -> dict[str, Tensor]:
+    return results(sdpa, x, u, **options)
+
+
+def peak_growth(option: str, derive: Callable[..., Any], *lengths: int) -> list[int]:
+    """How far resident memory rises where derivatives are computed, at each length."""
     torch.set_num_threads(2)
     growth = []
     for length in (64, *lengths):
-        inputs = make_option(option, length, length).require_grad()
+        x, options = make_option(option, length, length), OPTIONS[option][1]
+        u, t = make_grad_output(x, **options), directions(x)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = resident("VmRSS")
-        torch_attn.sdpa(*inputs, **OPTIONS[option][1]).sum().backward()
+        derive(torch_attn.sdpa, x, u, t, **options)
         growth.append(resident("VmHWM") - before)
-        del inputs
+        del x, u, t
     return growth[1:]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_peak_grows_linearly(option: str) -> None:
     """From L = S = 2048 to 16384: the scores would grow 64-fold, to 1 GiB."""
-    small, large = in_fresh_process(peak_growth, option, (2048, 16384))
+    small, large = in_fresh_process(peak_growth, option, gradients, 2048, 16384)
     assert large <= 16 * small + (16 << 20), (small, large)
     assert large <= 96 << 20, (small, large)
+
+
+@pytest.mark.parametrize("derive", [double_backward, over_forward, over_reverse])
+@pytest.mark.parametrize("option", ["causal", "all"])
+def test_peak_of_second_derivatives_grows_linearly(option: str, derive: Callable[..., Any]) -> None:
+    """From L = S = 4096 to 8192; the scores of one head are 256 MiB then."""
+    small, large = in_fresh_process(peak_growth, option, derive, 4096, 8192)
+    assert large <= 2 * small + (24 << 20), (small, large)
+    assert large <= 64 << 20, (small, large)
 
 
 def decode_growth() -> int:
@@ -101,27 +120,28 @@ def test_grouped_keys_are_not_expanded() -> None:
 # --- reads beyond the end -------------------------------------------------------------------------
 
 
+def guarded(tensors: Inputs, memories: Iterable[GuardedMemory]) -> Inputs:
+    pairs = zip(memories, tensors, strict=True)
+    return Inputs(*(None if t is None else memory.tensor(t) for memory, t in pairs))
+
+
 def run_guarded(capability: str, at_end: bool) -> int:
-    """Forward and backward of many sizes between forbidden pages; the number of calls survived."""
-    memories = [GuardedMemory(1 << 19, at_end) for _ in range(5)]
+    """Derivatives of many sizes between forbidden pages; the number of calls survived."""
+    memories = [GuardedMemory(1 << 19, at_end) for _ in range(9)]
     calls = 0
     with cpu_capability_set_to(capability):
-        for n, length in enumerate(LENGTHS):
-            L, S = length, LENGTHS[(4 * n + 7) % len(LENGTHS)]
-            for dtype in DTYPES:
-                for E, Ev in ((1, 3), (7, 17), (33, 20)):
-                    mask, kind = (((1, S), "bool"), ((L, S), "float"))[(n + E) % 2]
-                    inputs = make_inputs(
-                        L, S, E, Ev, batch=(), heads=1, mask=mask, kind=kind, dtype=dtype
-                    )
-                    inputs = Inputs(
-                        *(m.tensor(t) for m, t in zip(memories[:4], inputs, strict=True))
-                    )
-                    for options in ({}, {"is_causal": True, "dropout_p": 0.1}):
-                        leaves = inputs.require_grad()
-                        output = torch_attn.sdpa(*leaves, **options)
-                        output.backward(memories[4].tensor(torch.randn_like(output)))
-                        calls += 1
+        for n, L in enumerate(LENGTHS):
+            S = LENGTHS[(4 * n + 7) % len(LENGTHS)]
+            masks = ((1, S), "bool"), ((L, S), "float")
+            sizes = (1, 3), (7, 17), (33, 20)
+            for dtype, (E, Ev), (mask, kind) in itertools.product(DTYPES, sizes, masks):
+                x = make_inputs(L, S, E, Ev, batch=(), heads=1, mask=mask, kind=kind, dtype=dtype)
+                u, t = memories[8].tensor(make_grad_output(x)), directions(x)
+                x, t = guarded(x, memories[:4]), guarded(t, memories[4:8])
+                for options in ({}, {"is_causal": True, "dropout_p": 0.1}):
+                    results(torch_attn.sdpa, x, u, **options)
+                over_reverse(torch_attn.sdpa, x, u, t)
+                calls += 3
     return calls
 
 
@@ -129,7 +149,7 @@ def run_guarded(capability: str, at_end: bool) -> int:
 def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
     """A read outside of an input, even one whose value is not used, ends the process."""
     calls = in_fresh_process(run_guarded, cpu_capability, at_end)
-    assert calls == len(LENGTHS) * len(DTYPES) * 3 * 2
+    assert calls == len(LENGTHS) * len(DTYPES) * 3 * 2 * 3
 
 
 def read_beyond() -> None:
@@ -139,7 +159,3 @@ def read_beyond() -> None:
 def test_a_read_beyond_would_be_noticed() -> None:
     with pytest.raises(Exception, match="terminated abruptly"):
         in_fresh_process(read_beyond)
-
-
-def test_all_instruction_sets_are_guarded() -> None:
-    assert CPU_CAPABILITIES

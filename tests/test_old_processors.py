@@ -35,7 +35,7 @@ def run_on(processor: str, *arguments: str) -> str:
     return process.stdout
 
 
-@pytest.mark.slow  # half a minute each in software
+@pytest.mark.slow("csrc", "torch_attn", "tests/old_processor.py")  # half a minute each
 @pytest.mark.regression
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_derivatives_of_every_dtype(processor: str) -> None:
@@ -43,7 +43,7 @@ def test_derivatives_of_every_dtype(processor: str) -> None:
     assert run_on(processor, "tests/old_processor.py", PROCESSORS[processor]) == "all right\n"
 
 
-@pytest.mark.slow  # in software
+@pytest.mark.slow("csrc", "torch_attn")  # in software
 def test_report() -> None:
     """`python -m torch_attn`, without NumPy, whose own build needs a newer processor."""
     program = (

@@ -187,7 +187,6 @@ def test_converted_module(need_weights: bool) -> None:
 
 
 QUERY, KEY, VALUE = QKV = make()
-ONES = torch.ones(4)
 CU_SEQ = torch.tensor([0, 1, 4])
 # All but n - L.
 OTHER_OFFSETS: list[Callable[[Tensor], Tensor]] = [
@@ -204,8 +203,7 @@ OTHER_OFFSETS: list[Callable[[Tensor], Tensor]] = [
 REFUSED: list[tuple[str, Function, tuple[Tensor, ...]]] = [
     ("dropout_p is 0.1; .* must be 0", call(dropout_p=0.1), QKV),
     ("scale is -0.5; .* must be more than 0", call(scale=-0.5), QKV),
-    ("alibi_slopes is given; .* must be None", call("alibi_slopes"), (*QKV, ONES)),
-    ("sinks is given; .* must be None", call("sinks"), (*QKV, ONES)),
+    ("sinks is given; .* must be None", call("sinks"), (*QKV, torch.ones(4))),
     (
         "query_offset beside key_lengths is None; .* must be key_lengths - L",
         call("key_lengths", is_causal=True),

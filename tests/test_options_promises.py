@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_attn
 from _memory import in_guarded_memory, largest_block
-from _options import Case, Tensors, attention, drawn, everything, formula
+from _options import Case, Tensors, attention, drawn, everything, formula, stats_of
 from helpers import (
     CPU_CAPABILITIES,
     DTYPES,
@@ -105,8 +105,7 @@ def attend_up_to_lengths(capability: str) -> None:
                 tensors[name] = guarded.mT if name == "attn_mask" else guarded
             with cpu_capability_set_to(capability):
                 found = everything(attention, x, u, t, **options)
-                of_scores = {name: a for name, a in x.items() if name != "value"}
-                torch_attn.sdpa_stats(**of_scores, enable_gqa=True, **options)
+                stats_of(x, **options)
                 if capability != "cuda":  # there ATen computes them, and reads all keys
                     torch_attn.sdpa_with_weights(**x, enable_gqa=True, **options)
             assert found["grad_value"].isfinite().all()
@@ -149,15 +148,11 @@ def test_memory_is_linear(names: tuple[str, ...]) -> None:
     u = {"output": torch.randn(x["query"].shape), "logsumexp": torch.randn(1, 2, 2048)}
     t = {name: torch.randn(tensor.shape) for name, tensor in x.items()}
 
-    def stats(x: Tensors) -> None:
-        scores = {name: tensor for name, tensor in x.items() if name != "value"}
-        torch_attn.sdpa_stats(**scores, enable_gqa=True, **of_scores)
-
     assert largest_block(lambda: everything(attention, x, u, t, **options)) < 2048 * 2048
-    assert largest_block(lambda: stats(x)) < 2048 * 2048
+    assert largest_block(lambda: stats_of(x, **of_scores)) < 2048 * 2048
     with torch.no_grad():
         assert largest_block(lambda: attention(one, **options)) < one["key"].nbytes / 4
-        assert largest_block(lambda: stats(one)) < one["key"].nbytes / 4
+        assert largest_block(lambda: stats_of(one, **of_scores)) < one["key"].nbytes / 4
 
 
 def test_a_block_of_scores_would_be_noticed() -> None:

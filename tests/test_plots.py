@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import io
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -28,11 +24,10 @@ from matplotlib.transforms import Bbox
 from torch import Tensor
 
 import torch_attn
+from _variants import run_python
 from examples import plots
-from examples.plots import _arrows, _curves, _graph
-from torch_attn.plots import _labels, _matrices, _points
+from torch_attn.plots import _labels
 
-ROOT = Path(__file__).parents[1]
 DARK = {
     "text.color": "#eeeeee",
     "axes.labelcolor": "#eeeeee",
@@ -426,7 +421,7 @@ def test_tsne_draws_vectors_that_are_all_alike() -> None:
             places = numpy.concatenate([c.get_offsets() for c in ax.collections])
             assert places.shape == (10, 2) and numpy.isfinite(places).all(), (metric, places)
     """
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    run_python("-c", script)
 
 
 def test_tokens_are_no_formulas_and_spaces_are_seen() -> None:
@@ -450,22 +445,36 @@ def test_dtypes(dtype: torch.dtype) -> None:
     plots.heatmap([[0.5, 0.5], [1.0, 0.0]])  # what torch.as_tensor takes
 
 
+SOME = torch.tensor([[0.1, 0.9], [0.6, 0.4], [0.5, 0.3]])
+ON_AXES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (plots.heatmap, (SOME,), {}),
+    (plots.graph, (SOME,), {}),
+    (plots.embeddings, (SOME,), {"before": 2 * SOME}),
+    (plots.activations, (SOME[0],), {}),
+    (plots.scaling, ([1, 2], {"a": [1, 2], "b": [1, 2]}), {"ylabel": "y"}),
+    (plots.tsne, (SOME, SOME.flip(0)), {"perplexity": 2}),
+]
+
+
 def test_given_axes_are_drawn_on() -> None:
     figure = Figure(layout="constrained")
     axes = figure.subplots(2, 3).ravel()
-    x = torch.rand(3, 2)
-    sizes = torch.tensor([1.0, 2.0, 4.0])
-    for function, ax, arguments, options in (
-        (plots.heatmap, axes[0], (weights(3)[0],), {}),
-        (plots.embeddings, axes[1], (x,), {"before": x}),
-        (plots.activations, axes[2], (x[:, 0],), {}),
-        (plots.graph, axes[3], (weights(3)[0],), {}),
-        (plots.scaling, axes[4], (sizes, {"a": sizes, "b": sizes}), {"ylabel": "y"}),
-        (plots.tsne, axes[5], (x, x), {"perplexity": 2}),
-    ):
-        assert function(*arguments, title="T", ax=ax, **options) is figure  # type: ignore[operator]
+    for (function, arguments, options), ax in zip(ON_AXES, axes, strict=True):
+        assert function(*arguments, title="T", ax=ax, **options) is figure
         assert ax.get_title() == "T"
         assert ax.has_data()
+
+
+@pytest.mark.parametrize(("function", "arguments", "options"), ON_AXES)
+def test_wrong_axes(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    name = rf"plots\.{function.__name__}: ax "
+    for wrong in ("no", Figure()):
+        with pytest.raises(TypeError, match=name + r"is .*; it must be a matplotlib\.axes\.Axes"):
+            function(*arguments, ax=wrong, **options)
+    for projection in ("polar", "3d"):
+        ax = Figure().add_subplot(projection=projection)
+        with pytest.raises(ValueError, match=name + f"has the projection '{projection}'; it must"):
+            function(*arguments, ax=ax, **options)
 
 
 @pytest.mark.slow  # draws everything
@@ -478,7 +487,7 @@ def test_no_setting_of_matplotlib_is_changed() -> None:
         "assert 'matplotlib' not in sys.modules; torch_attn.plots.heatmap([[1.0]]);"
         "assert 'matplotlib.pyplot' not in sys.modules; from torch_attn import plots"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+    run_python("-c", script)
 
 
 @pytest.mark.parametrize(
@@ -493,13 +502,9 @@ def test_what_is_missing_is_named_with_the_extra(missing: str, call: str) -> Non
         f"import sys, torch, torch_attn; sys.modules[{missing!r}] = None\n"
         f"try: {call}\nexcept ImportError as error: print(error)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert (
-        "in a checkout of torch_attn, pip install --no-build-isolation -e '.[lesson]'" in run.stdout
-    )
-    assert ("scikit-learn" if missing == "sklearn" else missing) in run.stdout
+    printed = run_python("-c", script)
+    assert "in a checkout of torch_attn, pip install --no-build-isolation -e '.[lesson]'" in printed
+    assert ("scikit-learn" if missing == "sklearn" else missing) in printed
 
 
 ONE = torch.ones(3, 2)
@@ -519,12 +524,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (plots.embeddings, (ONE * torch.nan,), {}, "vectors is not finite"),
     (plots.embeddings, (ONE,), {"before": ONE[:2]}, r"before has shape \[2, 2\]; .*\[3, 2\]"),
     (plots.activations, (ONE,), {}, r"values .* \[N\]"),
-    (
-        plots.activations,
-        ({"a": ONE[0], "b": ONE[:, 0]},),
-        {},
-        "values have lengths {'a': 2",
-    ),
+    (plots.activations, ({"a": ONE[0], "b": ONE[:, 0]},), {}, "values have lengths {'a': 2"),
     (plots.activations, ({},), {}, "values is an empty mapping"),
     (plots.graph, (2 * ONE,), {}, "weights reach from 2 to 2; they must be from 0 to 1"),
     (plots.scaling, ([1, 0], {"a": [1, 2]}), {"ylabel": "y"}, r"sizes are \[1.0, 0.0\]"),
@@ -546,58 +546,39 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (plots.tsne, (ONE, ONE), {"metric": "nearness"}, "metric is 'nearness'; .* 'cosine', 'eucl"),
     (plots.tsne, (ONE, ONE), {"seed": -1}, "seed is -1; it must be an integer"),
 ]
-
-
-@pytest.mark.parametrize(("function", "arguments", "options", "message"), WRONG)
-def test_wrong_input(
-    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"plots\.{function.__name__}: {message}"):
-        function(*arguments, **options)
-
-
-AXES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-    (plots.heatmap, (ONE,), {}),
-    (plots.graph, (ONE / 2,), {}),
-    (plots.embeddings, (ONE,), {}),
-    (plots.activations, (ONE[0],), {}),
-    (plots.scaling, ([1, 2], {"a": [1, 2]}), {"ylabel": "y"}),
-    (plots.tsne, (ONE, ONE), {}),
+OF_WRONG_TYPES: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (plots.heatmap, ("abc",), {}, r"matrix is 'abc'; it must be .* shape \[L, S\]"),
+    (plots.heatmap, (None,), {}, "matrix is None; it must be real numbers"),
+    (plots.heatmap, (ONE, 3), {}, "queries is 3; it must be a sequence of 3 str"),
+    (
+        plots.scaling,
+        ([1, 2], [1.0, 2.0]),
+        {"ylabel": "y"},
+        r"measured is \[1.0, 2.0\]; it must be a mapping of names",
+    ),
+    (
+        plots.scaling,
+        ([1], {"a": [1]}),
+        {"theory": [1], "ylabel": "y"},
+        r"theory is \[1\]; it must be a mapping of names",
+    ),
+    (plots.scaling, ([1], {"a": "x"}), {"ylabel": "y"}, r"measured\['a'\] is 'x'; "),
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "options"), AXES)
-def test_wrong_axes(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    name = rf"plots\.{function.__name__}: ax "
-    for wrong in ("no", Figure()):
-        with pytest.raises(TypeError, match=name + r"is .*; it must be a matplotlib\.axes\.Axes"):
-            function(*arguments, ax=wrong, **options)
-    for projection in ("polar", "3d"):
-        ax = Figure().add_subplot(projection=projection)
-        with pytest.raises(ValueError, match=name + f"has the projection '{projection}'; it must"):
-            function(*arguments, ax=ax, **options)
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plots.heatmap("abc"), r"heatmap: matrix is 'abc'; it must be .* shape \[L, S\]"),
-        (lambda: plots.heatmap(None), "heatmap: matrix is None; it must be real numbers"),
-        (lambda: plots.heatmap(ONE, 3), "heatmap: queries is 3; it must be a sequence of 3 str"),
-        (
-            lambda: plots.scaling([1, 2], [1.0, 2.0], ylabel="y"),
-            r"scaling: measured is \[1.0, 2.0\]; it must be a mapping of names",
-        ),
-        (
-            lambda: plots.scaling([1], {"a": [1]}, theory=[1], ylabel="y"),
-            r"scaling: theory is \[1\]; it must be a mapping of names",
-        ),
-        (lambda: plots.scaling([1], {"a": "x"}, ylabel="y"), r"scaling: measured\['a'\] is 'x'; "),
-    ],
+    ("error", "function", "arguments", "options", "message"),
+    [(ValueError, *case) for case in WRONG] + [(TypeError, *case) for case in OF_WRONG_TYPES],
 )
-def test_wrong_types(call: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=rf"plots\.{message}"):
-        call()
+def test_wrong_input(
+    error: type[Exception],
+    function: Any,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=rf"plots\.{function.__name__}: {message}"):
+        function(*arguments, **options)
 
 
 def test_texts_are_written_as_they_are() -> None:
@@ -623,18 +604,7 @@ def test_the_legend_keeps_what_is_in_given_axes() -> None:
     ax = Figure().subplots()
     ax.plot([1, 2], [1, 2], label="before")
     plots.scaling([1, 2], {"a": [1, 2], "b": [2, 1]}, ylabel="y", ax=ax)
-    legend = ax.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["before", "a", "b"]
     plots.scaling([1, 2], {"c": [1, 2], "d": [2, 1]}, ylabel="y", ax=ax)
-    legend = ax.get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["before", "a", "b", "c", "d"]
-
-
-@pytest.mark.parametrize("module", [_arrows, _curves, _graph, _matrices, _points])
-def test_docstrings(module: Any) -> None:
-    names = {"torch": torch, "torch_attn": torch_attn, "plots": plots}
-    result = doctest.testmod(module, extraglobs=names)
-    assert result.attempted > 0
-    assert result.failed == 0
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert names == ["before", "a", "b", "c", "d"]

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 import torch_attn
-from _accuracy import IN_OTHER_ORDERS, Problem, over_neighbours
-from _second_order import double_backward, exact_results
+from _accuracy import Problem
 from helpers import (
-    SEED,
     Inputs,
     assert_same_bits,
     builtin_sdpa,
+    double_backward,
     largest,
     make_grad_output,
     make_inputs,
@@ -51,18 +50,13 @@ def test_medium(kernels: str, sizes: dict[str, int], layout: str) -> None:
     if kernels not in ("avx512_bf16", "amx"):
         assert_same_bits(medium, highest)
         return
-    problem = Problem(inputs, {}, grad_output, None)
-    exact = problem.to(torch.float64).solve(reference.sdpa)
+    problem = Problem(inputs, {}, grad_output)
 
     def errors(problem: Problem) -> Iterator[tuple[str, float]]:
-        exact = problem.to(torch.float64).solve(reference.sdpa)
         for name, builtin in problem.to(torch.bfloat16).solve(builtin_sdpa).items():
-            yield name, largest(builtin - exact[name])
+            yield name, largest(builtin - problem.exact[name])
 
-    generator = torch.Generator().manual_seed(SEED)
-    of_builtin = over_neighbours(
-        problem, errors, lambda p, change: p.neighbour(generator, change=change), IN_OTHER_ORDERS
-    )
+    exact, of_builtin = problem.exact, problem.over_neighbours(errors)
     for name, tensor in medium.items():
         assert tensor.dtype == torch.float32
         error = largest(tensor - exact[name])
@@ -108,19 +102,11 @@ def test_derivatives_take_the_scores_of_the_forward(kernels: str, precision: str
     actual = double_backward(torch_attn.sdpa, x, u, t, is_causal=True)
     assert torch.equal(actual["tangent"][..., 0, :], t.value[..., 0, :])
     assert torch.equal(actual["second_query"][..., 0, :], torch.zeros(2, 3, 64))
-    exact = exact_results(x, u, t, is_causal=True)
+    exact = Problem(x, {"is_causal": True}, u, t).exact
     # The tangent along the values is the output of these.
     moved = torch_attn.sdpa(*x._replace(value=t.value), is_causal=True)
     error = largest(moved - exact["tangent"])
     assert largest(actual["tangent"] - exact["tangent"]) <= 2 * error
-
-
-def test_highest_is_the_default(kernels: str) -> None:
-    inputs = make_inputs(65, 130, 64)
-    grad_output = make_grad_output(inputs)
-    before = results(torch_attn.sdpa, inputs, grad_output)
-    torch.set_float32_matmul_precision("highest")
-    assert_same_bits(results(torch_attn.sdpa, inputs, grad_output), before)
 
 
 def test_float64_is_float64(kernels: str) -> None:

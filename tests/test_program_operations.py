@@ -21,8 +21,8 @@ from torch import Tensor
 
 import torch_attn
 from fuzz import grammar
+from helpers import INF, NAN
 
-INF, NAN = math.inf, math.nan
 Function = Callable[..., Tensor]
 SPECIAL = [0.0, -0.0, INF, -INF, NAN]
 SMALL = [1e-30, -1e-30, 1e-7, -1e-7, 1e-3, -1e-3, 0.1, -0.1]
@@ -89,15 +89,19 @@ ROUNDINGS = 6  # the ulp that are allowed: a composition rounds several times
 CASES: dict[str, Function] = {n: lambda x, y, f=f: f(x) for n, f in FUNCTIONS.items()} | OF_TWO
 
 
+def at_single_key(score: Callable[..., Any], rows: int, dtype: torch.dtype) -> Tensor:
+    """What a score_mod gives for each row: the logsumexp of a single key, whose score is 0."""
+    query, key = torch.zeros(1, 1, rows, 1, dtype=dtype), torch.ones(1, 1, 1, 1, dtype=dtype)
+    return torch_attn.flex_attention(query, key, key, score, return_lse=True)[1][0, 0]
+
+
 def read(function: Function, x: Tensor, y: Tensor) -> Tensor:
-    """A function of x[i] and y[i], by the logsumexp of a single key."""
-    key = torch.ones(1, 1, 1, 1, dtype=x.dtype)
+    """A function of x[i] and y[i]."""
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return function(torch.where(j < 1, x[i], s), y[i]).to(s.dtype)
 
-    query = torch.zeros(1, 1, len(x), 1, dtype=x.dtype)
-    return torch_attn.flex_attention(query, key, key, score, return_lse=True)[1][0, 0]  # type: ignore[arg-type]
+    return at_single_key(score, len(x), x.dtype)
 
 
 def operands(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -263,10 +267,8 @@ def test_whole_numbers(name: str, dtype: torch.dtype) -> None:
         found = WHOLE[name](n[i] ^ j, m[i] ^ j)
         return (found % 1009).to(s.dtype) + (found >> 12).to(s.dtype) * 2**-6
 
-    key = torch.ones(1, 1, 1, 1, dtype=dtype)
-    query = torch.zeros(1, 1, len(n), 1, dtype=dtype)
-    found = torch_attn.flex_attention(query, key, key, score, return_lse=True)[1][0, 0]
     expected = (exact % 1009).to(dtype) + (exact >> 12).to(dtype) * 2**-6
+    found = at_single_key(score, len(n), dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

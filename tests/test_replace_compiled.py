@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 
 import torch_attn
-from _switch import Module, attend, builtin, exported, inputs, is_off, runs_attn
+from _switch import (
+    Module,
+    attend,
+    builtin,
+    compile_anew,  # noqa: F401 (a fixture)
+    exported,
+    inputs,
+    is_off,
+    runs_attn,
+)
 from helpers import in_fresh_process
 from torch_attn import Replacement, replace_sdpa, replacing_sdpa
 
 pytestmark = [
-    pytest.mark.usefixtures("switched_off"),
+    pytest.mark.usefixtures("switched_off", "compile_anew"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),  # of torch.export
 ]
@@ -37,7 +46,6 @@ MODES: dict[str, tuple[Any, bool, str]] = {
 def test_compiled(mode: str) -> None:
     """Compiled before, while and after: each call runs what then counts."""
     context, requires_grad, backend = MODES[mode]
-    torch.compiler.reset()
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
 
     def run() -> list[Tensor]:
@@ -57,12 +65,10 @@ def test_compiled(mode: str) -> None:
         assert handle.calls == calls  # those that compiling makes, as the docstring says
     torch.testing.assert_close(run(), before, rtol=0, atol=0)
     assert not runs_attn(run)
-    torch.compiler.reset()
 
 
 def test_caches_on_disk() -> None:
     """A graph that was compiled with one attention is not found with the other, in any thread."""
-    torch.compiler.reset()
     compiled = torch.compile(lambda *x: builtin(*x, scale=0.7), fullgraph=True)
 
     def ran_attn() -> bool:
@@ -74,7 +80,6 @@ def test_caches_on_disk() -> None:
             assert not ran_attn()
             with replacing_sdpa():
                 assert executor.submit(ran_attn).result()
-    torch.compiler.reset()
 
 
 def stored_and_found(folder: str, change: str) -> tuple[int, int]:
@@ -112,13 +117,11 @@ def test_softmax_that_the_compiler_recognises() -> None:
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.softmax(query @ key.mT * 0.25, -1) @ value
 
-    torch.compiler.reset()
     query, key, value = inputs(16, 16, 32)
     with replacing_sdpa(), torch.no_grad():
         compiled = torch.compile(own)
         torch.testing.assert_close(compiled(query, key, value), own(query, key, value))
         assert runs_attn(compiled, query, key, value)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", ["function", "with block", "remove"])
@@ -151,7 +154,6 @@ def test_switching_in_a_compiled_function(kind: str) -> None:
         for handle in handles:
             handle.remove()
         assert is_off()
-    torch.compiler.reset()
 
 
 def test_switching_while_another_thread_compiles() -> None:
@@ -163,11 +165,9 @@ def test_switching_while_another_thread_compiles() -> None:
         time.sleep(0.1)
         return graph
 
-    torch.compiler.reset()
     compiled = torch.compile(attend, backend=backend)
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         result = executor.submit(compiled, *inputs())
         assert compiling.wait(60)
         with replacing_sdpa():
             torch.testing.assert_close(result.result(), torch_attn.sdpa(*inputs()))
-    torch.compiler.reset()

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_attn
 from _operators import OPERATORS, arguments
 from helpers import Inputs
-from tests.test_flex import largest_difference, results, tensors
-from tests.test_programs_trace import SHAPE, Case
+from tests.test_flex import assert_textbook, tensors
+from tests.test_score_programs import SHAPE, Case
 from torch_attn import reference
 
 L, S = SHAPE[2:]
@@ -54,12 +54,10 @@ def test_sixteen_tables(learned: Sequence[int]) -> None:
         assert f"{('table', 'row_table', 'key_table')[t % 3]} {t} " in str(program.score)
         assert f"tables[{t}]: " in str(program)
         table.requires_grad_(t in learned)
-    case = Case(score_of(tables), None, [tables[t] for t in learned])
-    found = results(torch_attn.flex_attention, x, case, return_lse=True)
-    assert largest_difference(found, results(reference.flex_attention, x, case)) < 1e-11
+    assert_textbook(x, Case(score_of(tables), None, [tables[t] for t in learned]), 1e-11)
 
 
-def test_a_gradient_that_nobody_wants_is_empty() -> None:
+def test_gradients_that_are_not_asked_for_are_empty() -> None:
     x, tables, sizes = tensors(), tables_of(5), []
 
     class Watch(TorchDispatchMode):
@@ -79,7 +77,6 @@ def test_a_gradient_that_nobody_wants_is_empty() -> None:
 
 @pytest.mark.parametrize("learned", [range(6), (1, 5)])
 def test_gradcheck(learned: Sequence[int]) -> None:
-    torch.manual_seed(0)
     x = tensors(batch=1, heads=2, key_heads=1, queries=3, keys=4, head_dim=2)
     all_tables = tables_of(6, queries=3, keys=4)
 
@@ -143,12 +140,9 @@ class WithTables(nn.Module):
         super().__init__()
         self.tables = nn.ParameterList(t.detach().float() for t in tables_of(number))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = torch_attn.flex_attention(
-            q, k, v, score_of([self.tables[n] for n in range(len(self.tables))])
-        )
-        assert isinstance(found, Tensor)
-        return found
+    def forward(self, *x: Tensor) -> Tensor:
+        tables = [self.tables[n] for n in range(len(self.tables))]
+        return torch_attn.flex_attention(*x, score_of(tables))
 
 
 def test_compile() -> None:
@@ -163,8 +157,8 @@ def test_compile() -> None:
 
 
 class Moves(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return torch.func.jvp(torch_attn.sdpa, (q, k, v), (q, k, v))[1]
+    def forward(self, *x: Tensor) -> Any:
+        return torch.func.jvp(torch_attn.sdpa, x, x)[1]
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
-"""Small models with random weights, nothing downloaded: `attn` against their eager attention."""
+"""How models of transformers get `attn`: its names, the function that attends, and masks.
+
+Small models with random weights, nothing downloaded. Which families of models work, and that they
+compute what eager attention does, is in tests/test_transformers_families.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,163 +23,24 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 import torch_attn
-from _models import Calls
+from _models import VOCABULARY, Calls, error_of_register, padded_texts, step
 from torch_attn import reference
 from torch_attn.integrations._masks import Pattern
 from torch_attn.integrations.transformers import attention_forward, register, unregister
+from torch_attn.varlen import PackedSequences
 
 ATTN = register()
 LAYERS = 2
-LENGTHS = [9, 6, 1]  # of three sentences, padded to the longest
-VOCABULARY = 40
-
-# name: (model, configuration, calls of the operator in one forward pass)
-MODELS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "bert": (
-        transformers.BertModel,
-        {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32},
-        LAYERS,
-    ),
-    "gpt2": (transformers.GPT2Model, {"hidden_size": 24, "num_attention_heads": 3}, LAYERS),
-    "llama-gqa": (
-        transformers.LlamaModel,
-        {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 32,
-        },
-        LAYERS,
-    ),
-    # A learned bias of relative positions, and attention from decoder to encoder.
-    "t5": (
-        transformers.T5Model,
-        {
-            "d_model": 24,
-            "d_kv": 8,
-            "d_ff": 32,
-            "num_heads": 3,
-            "num_decoder_layers": LAYERS,
-            "decoder_start_token_id": 0,
-        },
-        3 * LAYERS,
-    ),
-}
+SMALL = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
 
 
-def build(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """The same random weights with eager attention and with attn, in float32."""
-    cls, settings, _ = MODELS[name]
+def build(cls: Any, implementation: str = ATTN, **settings: Any) -> Any:
+    """A model with the same random weights in every call."""
     torch.manual_seed(0)
-    config = cls.config_class(
-        **settings,
-        **options,
-        num_hidden_layers=LAYERS,
-        vocab_size=VOCABULARY,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    eager = cls._from_config(config, attn_implementation="eager").eval()
-    ours = copy.deepcopy(eager)
-    ours.set_attn_implementation(ATTN)
-    return eager, ours
-
-
-def batch(side: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """Model inputs padded on one side, and which positions are real."""
-    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    if side == "left":
-        real = real.flip(1)
-    elif side == "none":
-        real = torch.ones_like(real)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, VOCABULARY, real.shape, generator=generator)
-    inputs = {"input_ids": tokens, "attention_mask": real.long()}
-    if name == "t5":
-        inputs |= {"decoder_input_ids": tokens.flip(1), "decoder_attention_mask": real.long()}
-    return inputs, real
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Allows a hundred units of float32's resolution at the largest value, after some layers."""
-    largest = expected.abs().max().item()
-    torch.testing.assert_close(actual, expected, rtol=0, atol=100 * 1.2e-7 * largest)
-
-
-@pytest.mark.parametrize("side", ["none", "right", "left"])
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_are_those_of_eager(name: str, side: str) -> None:
-    inputs, real = batch(side, name)
-    results = []
-    direction = torch.randn(build(name)[0].config.hidden_size)
-    for model in build(name):
-        before = torch_attn.calls()["transformers"]
-        with Calls() as operators:
-            hidden = model(**inputs).last_hidden_state
-            # Rows of padding mean nothing and differ: eager averages there, attn gives 0.
-            (hidden * real[..., None]).mul(direction).sum().backward()
-        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        results.append(
-            (hidden, torch.cat(grads), operators, torch_attn.calls()["transformers"] - before)
-        )
-    (eager, eager_grads, eager_calls, eager_counted) = results[0]
-    (ours, our_grads, our_calls, counted) = results[1]
-
-    assert eager_counted == 0
-    assert counted == MODELS[name][2]
-    assert eager_calls.forward == 0
-    assert our_calls.forward == MODELS[name][2]
-    assert our_calls.count["attn::_sdpa_backward"] == MODELS[name][2]
-    assert our_calls.builtin == 0
-    assert_close(ours[real], eager[real])
-    assert_close(our_grads, eager_grads)
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
-def test_one_token_at_a_time(name: str, cache: str) -> None:
-    """A cache filled by half a text and then token by token gives what the whole text gives."""
-    eager, ours = build(name)
-    tokens = batch("none", name)[0]["input_ids"]
-    with torch.no_grad():
-        expected = eager(input_ids=tokens).last_hidden_state
-        past = (
-            transformers.DynamicCache(config=ours.config)
-            if cache == "dynamic"
-            else transformers.StaticCache(config=ours.config, max_cache_len=16)
-        )
-        parts = [tokens[:, :4], *tokens[:, 4:].split(1, dim=1)]
-        states = [
-            ours(input_ids=part, past_key_values=past, use_cache=True).last_hidden_state
-            for part in parts
-        ]
-    assert_close(torch.cat(states, dim=1), expected)
-
-
-@pytest.mark.slow  # compiles models
-@pytest.mark.parametrize("side", ["none", "right"])
-def test_compiles_as_one_graph_with_dynamic_shapes(side: str) -> None:
-    inputs, real = batch(side, "llama-gqa")
-    _, ours = build("llama-gqa")
-    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad():
-        for length in (9, 5):
-            short = {name: tensor[:, :length] for name, tensor in inputs.items()}
-            actual, expected = (m(**short).last_hidden_state for m in (compiled, ours))
-            assert_close(actual[real[:, :length]], expected[real[:, :length]])
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("name", ["bert", "llama-gqa"])
-def test_output_attentions_as_a_call_argument(name: str) -> None:
-    inputs, _ = batch("right", name)
-    eager, ours = build(name)
-    expected = eager(**inputs, output_attentions=True).attentions
-    actual = ours(**inputs, output_attentions=True).attentions
-    assert len(actual) == len(expected) == LAYERS
-    for ours_layer, eager_layer in zip(actual, expected, strict=True):
-        assert_close(ours_layer, eager_layer)
+    sizes = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    config = cls.config_class(**sizes, **TOKENS, **settings)
+    return cls._from_config(config, attn_implementation=implementation).eval()
 
 
 @pytest.mark.parametrize(("name", "builtin"), [("sdpa", 1), ("eager", 0), ("flex_attention", 0)])
@@ -189,7 +52,7 @@ def test_register_in_place_of_transformers_own(
     interfaces = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
     before = [dict(interface) for interface in interfaces]
     assert register(name) == register(name) == name
-    model = transformers.BertModel(build("bert")[0].config.__class__(num_hidden_layers=1)).eval()
+    model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=1)).eval()
     model.set_attn_implementation(name)
     with Calls() as operators:
         model(input_ids=torch.tensor([[1, 2, 3]]))
@@ -208,34 +71,24 @@ def test_register_in_place_of_transformers_own(
     ) == (0, 0, builtin)
 
 
-def block_mask(side: str, name: str) -> Any:
-    """What FlexAttention gets for a batch: causal, without padding."""
-    real = batch(side, name)[1]
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & real[b, j]
-
-    B, L = real.shape
-    return flex_attention.create_block_mask(visible, B, None, L, L, device="cpu")
-
-
 @pytest.mark.parametrize("side", ["none", "right", "left"])
-@pytest.mark.parametrize("name", ["llama-gqa"])
-def test_block_masks_of_the_caller(name: str, side: str) -> None:
+def test_block_masks_of_the_caller(side: str) -> None:
     """A model in training under a BlockMask, as under the mask that transformers makes."""
-    inputs, real = batch(side, name)
-    ours = build(name)[1].train()
-    results = []
-    for mask in (inputs["attention_mask"], block_mask(side, name)):
-        ours.zero_grad()
-        with Calls() as operators:
-            hidden = ours(**(inputs | {"attention_mask": mask})).last_hidden_state
-            (hidden * real[..., None]).square().sum().backward()
-        grads = [p.grad.flatten() for p in ours.parameters() if p.grad is not None]
-        results.append((hidden[real], torch.cat(grads)))
-        assert operators.forward == MODELS[name][2]
-    for found, expected in zip(*results, strict=True):
-        assert_close(found, expected)
+    inputs, real = padded_texts(side)
+    B, L = real.shape
+    blocks = flex_attention.create_block_mask(
+        lambda b, h, i, j: (i >= j) & real[b, j], B, None, L, L, device="cpu"
+    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ours = build(transformers.LlamaModel, hidden_size=32, intermediate_size=32, **heads).train()
+    found, expected = (
+        step("transformers", ours, inputs | {"attention_mask": mask}, real)
+        for mask in (blocks, inputs["attention_mask"])
+    )
+    assert found.operators.forward == expected.operators.forward == LAYERS
+    for x, y in ((found.rows, expected.rows), (found.gradients, expected.gradients)):
+        bound = 100 * 1.2e-7 * y.abs().max().item()  # of float32's rounding in some layers
+        torch.testing.assert_close(x, y, rtol=0, atol=bound)
 
 
 def test_block_masks_beside_other_arguments(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -267,16 +120,15 @@ def test_unregister_what_was_not_taken(name: str) -> None:
 # --- models that do not use the interface ---------------------------------------------------------
 
 
-COMMON = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 32}
 # They take the name and go on with their own attention.
 NEVER: dict[str, tuple[Any, dict[str, Any]]] = {
-    "MPNet": (transformers.MPNetModel, COMMON),
-    "DeBERTa": (transformers.DebertaModel, COMMON),
-    "BigBird": (transformers.BigBirdModel, COMMON | {"attention_type": "original_full"}),
+    "MPNet": (transformers.MPNetModel, SMALL),
+    "DeBERTa": (transformers.DebertaModel, SMALL),
+    "BigBird": (transformers.BigBirdModel, SMALL | {"attention_type": "original_full"}),
     "BLOOM": (transformers.BloomModel, {"hidden_size": 24, "n_head": 3}),
-    "Longformer": (transformers.LongformerModel, COMMON | {"attention_window": 4}),
-    "MPT": (transformers.MptModel, {"d_model": 24, "n_heads": 3, "n_layers": 2}),
-    "RoFormer": (transformers.RoFormerModel, COMMON),
+    "Longformer": (transformers.LongformerModel, SMALL | {"attention_window": 4}),
+    "MPT": (transformers.MptModel, {"d_model": 24, "n_heads": 3}),
+    "RoFormer": (transformers.RoFormerModel, SMALL),
     "XGLM": (transformers.XGLMModel, {"d_model": 24, "attention_heads": 3, "ffn_dim": 32}),
     "XLNet": (transformers.XLNetModel, {"d_model": 24, "n_head": 3, "d_inner": 32}),
 }
@@ -303,15 +155,10 @@ if Version(transformers.__version__) >= Version("5.24"):
 def test_models_that_never_call(name: str) -> None:
     """Their own attention gets the masks that it understands, and the counter says so."""
     cls, settings = NEVER[name]
-    torch.manual_seed(0)
-    layers = {"num_hidden_layers": LAYERS} if "n_layers" not in settings else {}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
-    config = cls.config_class(**settings, **layers, **tokens, vocab_size=VOCABULARY)
-    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    ours = cls._from_config(config, attn_implementation=ATTN).eval()
+    eager, ours = (build(cls, implementation, **settings) for implementation in ("eager", ATTN))
     ours.load_state_dict(eager.state_dict())
     for side in ("none", "right"):
-        inputs, real = batch(side, name)
+        inputs, real = padded_texts(side)
         before = torch_attn.calls()["transformers"]
         actual, expected = (model(**inputs)[0][real] for model in (ours, eager))
         assert torch_attn.calls()["transformers"] == before
@@ -329,10 +176,10 @@ def test_models_that_raise(name: str) -> None:
 
 def test_calls_of_a_compiled_model() -> None:
     """It counts while it is compiled and not afterwards; the counter compiles nothing anew."""
-    _, ours = build("bert")
     counter = CompileCounter()
+    ours = build(transformers.BertModel, **SMALL)
     compiled = torch.compile(ours, fullgraph=True, backend=counter)
-    inputs, _ = batch("right", "bert")
+    inputs, _ = padded_texts("right")
     before = torch_attn.calls()["transformers"]
     with torch.no_grad():
         for _ in range(3):
@@ -389,21 +236,7 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
 def test_who_is_to_blame(which: str, tmp_path: Path) -> None:
     """The package that does not work is named, with its own message, and it is the cause."""
     files, expected = BROKEN[which]
-    for name, source in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source)
-    code = f"""
-import sys
-from torch_attn.integrations.transformers import register
-sys.path.insert(0, {str(tmp_path)!r})
-try:
-    register()
-except Exception as error:
-    print(f"{{type(error).__name__}}: {{error}} ({{error.name}})")
-    assert ("does not import" in str(error)) == (error.__cause__ is not None)
-"""
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert result.stdout.decode().strip() == expected
+    assert error_of_register("transformers", files, tmp_path) == expected
 
 
 # The function itself
@@ -430,14 +263,12 @@ def attention_module(**attributes: Any) -> nn.Module:
 def test_masks_and_bias(
     qkv: tuple[Tensor, Tensor, Tensor], kind: str, with_bias: bool, is_causal: bool
 ) -> None:
-    attends = torch.rand(2, 1, 5, 5) > 0.3
-    mask = {"bool": attends, "float": torch.randn(2, 1, 5, 5)}.get(kind)
+    attends, added = torch.rand(2, 1, 5, 5) > 0.3, torch.randn(2, 1, 5, 5)
+    mask = {"none": None, "bool": attends, "float": added}[kind]
     bias = torch.randn(1, 4, 5, 5) if with_bias else None
     total = torch.zeros(2, 4, 5, 5) if bias is None else bias.expand(2, 4, 5, 5)
-    if kind == "bool":
-        total = total.masked_fill(~attends, float("-inf"))
-    elif kind == "float":
-        total = total + mask
+    if mask is not None:
+        total = total + (added if kind == "float" else torch.where(attends, 0.0, -torch.inf))
     # A mask holds the causality already; without one the flag counts.
     expected = reference.sdpa(
         *qkv, total, is_causal=is_causal and mask is None, scale=0.3, enable_gqa=True
@@ -459,13 +290,6 @@ def test_is_causal_of_the_call_comes_first(qkv: tuple[Tensor, Tensor, Tensor]) -
     )
 
 
-def test_a_single_query_sees_every_key(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value = qkv[0][:, :, -1:], *qkv[1:]
-    output, _ = attention_forward(attention_module(is_causal=True), query, key, value, None)
-    expected = reference.sdpa(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(output.transpose(1, 2), expected)
-
-
 def test_dropout_only_in_training(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     module = attention_module()
     expected, _ = attention_forward(module, *qkv, None)
@@ -481,27 +305,6 @@ def test_weights_are_those_before_dropout(qkv: tuple[Tensor, Tensor, Tensor]) ->
     _, weights = attention_forward(module, *qkv, None, dropout=0.5, output_attentions=True)
     expected = reference.sdpa_with_weights(*qkv, enable_gqa=True)[1]
     torch.testing.assert_close(weights, expected)
-
-
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_soft_cap_and_sinks(
-    qkv: tuple[Tensor, Tensor, Tensor], softcap: float | None, with_sinks: bool
-) -> None:
-    sinks = torch.randn(4, requires_grad=True) if with_sinks else None
-    options = {"softcap": softcap, "s_aux": sinks}
-    module = attention_module(is_causal=True)
-    output, _ = attention_forward(module, *qkv, None, **options)
-    same, weights = attention_forward(module, *qkv, None, output_attentions=True, **options)
-    expected, of_reference, _ = reference.sdpa_with_weights(
-        *qkv, is_causal=True, softcap=softcap or 0.0, sinks=sinks, enable_gqa=True
-    )
-    torch.testing.assert_close(output.transpose(1, 2), expected)
-    torch.testing.assert_close(same, output)
-    torch.testing.assert_close(weights, of_reference)
-    if with_sinks:
-        grads = (torch.autograd.grad(x.square().sum(), sinks)[0] for x in (output, expected))
-        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("of_model", [torch.float32, torch.bfloat16, torch.float64])
@@ -526,14 +329,22 @@ def test_sinks_of_another_type(
     assert sinks.grad.any()
 
 
-@pytest.mark.parametrize(
-    "argument", ["block_indices", "block_table", "head_mask", "indices", "sinks"]
-)
+UNSUPPORTED = {
+    "block_indices": "keys that an indexer chooses",
+    "block_table": "keys in the pages of a cache",
+    "head_mask": "head_mask",
+    "indices": "keys that an indexer chooses",
+    "sinks": "an attention sink for every query",
+}
+
+
+@pytest.mark.parametrize("argument", UNSUPPORTED)
 def test_what_attn_does_not_do_is_an_error(
     qkv: tuple[Tensor, Tensor, Tensor], argument: str
 ) -> None:
     attention_forward(attention_module(), *qkv, None, **{argument: None})
-    with pytest.raises(ValueError, match=r"Module asks for .*, which attn does not support"):
+    message = rf"Module asks for {UNSUPPORTED[argument]}.*, which attn does not support"
+    with pytest.raises(ValueError, match=message):
         attention_forward(attention_module(), *qkv, None, **{argument: torch.ones(4)})
 
 
@@ -654,57 +465,43 @@ def test_an_offset_is_not_that_of_a_cache_that_grows() -> None:
     assert pattern.offset == 5
 
 
-def made_by_transformers(kind: str) -> Tensor:
-    """The mask of a pattern that is more than causality and a window."""
-    arguments: dict[str, Any] = {
-        "config": mistral(),
-        "inputs_embeds": torch.empty(2, 9, 0),
-        "attention_mask": None,
-        "past_key_values": None,
-    }
-    make = masking.create_sliding_window_causal_mask
-    first = lambda batch, head, q, k: k < 1  # noqa: E731
-    if kind == "or":
-        arguments["or_mask_function"] = first
-    elif kind == "and":
-        arguments["and_mask_function"] = first
-    elif kind == "blocks":
-        arguments["block_sequence_ids"] = torch.tensor([[-1] * 5 + [0] * 4] * 2)
-    elif kind == "packed blocks":
-        arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
-        arguments["block_sequence_ids"] = torch.tensor([[-1] * 5 + [0] * 4] * 2)
-    elif kind == "packed, shared layers":
-        arguments["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
-        arguments["config"].num_kv_shared_layers = 1
-    elif kind == "chunked":
-        arguments["config"].attention_chunk_size = WINDOW
-        make = masking.create_chunked_causal_mask
-    elif kind == "asked for":
-        arguments["allow_is_causal_skip"] = False
-    elif kind == "layers of another kind":
-        arguments["config"].layer_types = ["sliding_attention", "compressed_sparse_attention"]
-    elif kind == "shared layers":
-        arguments["config"].num_kv_shared_layers = 1
-    elif kind == "another model":
-        arguments["config"] = config_of(transformers.StableLmModel)
-    elif kind == "four dimensions":
-        arguments["attention_mask"] = torch.rand(2, 1, 9, 9) > 0.5
-    ours = make(**arguments)
-    arguments["config"]._attn_implementation = "sdpa"
-    torch.testing.assert_close(ours, make(**arguments))
-    return ours
+BLOCKS = {"block_sequence_ids": torch.tensor([[-1] * 5 + [0] * 4] * 2)}
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+SHARED = {"num_kv_shared_layers": 1}
+# More than causality and a window: what a model asks for, and what its configuration says.
+OTHER_PATTERNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "or": ({"or_mask_function": lambda batch, head, q, k: k < 1}, {}),
+    "and": ({"and_mask_function": lambda batch, head, q, k: k < 1}, {}),
+    "blocks": (BLOCKS, {}),
+    "chunked": ({}, {"attention_chunk_size": WINDOW}),
+    "asked for": ({"allow_is_causal_skip": False}, {}),
+    "shared layers": ({}, SHARED),
+    "layers of another kind": (
+        {},
+        {"layer_types": ["sliding_attention", "compressed_sparse_attention"]},
+    ),
+    "another model": ({}, {}),
+    "four dimensions": ({"attention_mask": torch.eye(9).bool().expand(2, 1, 9, 9)}, {}),
+    "packed blocks": (BLOCKS | PACKED, {}),
+    "packed, shared layers": (PACKED, SHARED),
+}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("or", "and", "blocks", "chunked", "asked for", "shared layers"),
-        *("layers of another kind", "another model", "four dimensions"),
-        *("packed blocks", "packed, shared layers"),
-    ],
-)
+@pytest.mark.parametrize("kind", OTHER_PATTERNS)
 def test_other_patterns_keep_their_mask(kind: str) -> None:
-    assert made_by_transformers(kind).shape == (2, 1, 9, 9)
+    given, settings = OTHER_PATTERNS[kind]
+    model = transformers.StableLmModel if kind == "another model" else transformers.MistralModel
+    config = config_of(model)
+    for name, setting in settings.items():
+        setattr(config, name, setting)
+    made = "chunked" if kind == "chunked" else "sliding_window"
+    make = getattr(masking, f"create_{made}_causal_mask")
+    embeddings = torch.empty(2, 9, 0)
+    arguments = {"inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None}
+    ours = make(config=config, **arguments | given)
+    config._attn_implementation = "sdpa"
+    torch.testing.assert_close(ours, make(config=config, **arguments | given))
+    assert ours.shape == (2, 1, 9, 9)
 
 
 def window_mask(function: Any, config: Any, size: int | None = WINDOW) -> Any:
@@ -790,11 +587,15 @@ def test_a_pattern_for_other_sizes_is_an_error(qkv: tuple[Tensor, Tensor, Tensor
 
 
 def test_what_generate_and_accelerate_do_to_a_pattern() -> None:
-    padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)
-    pattern = Pattern(3, 0, torch.tensor(2), padding, (2, 1, 3, 5))
+    padding, cu_seq = torch.ones(2, 1, 1, 5, dtype=torch.bool), torch.tensor([0, 3, 8])
+    packed = PackedSequences(cu_seq, cu_seq, 5, 5)
+    pattern = Pattern(3, 0, torch.tensor(2), padding, (2, 1, 3, 5), packed)
     assert pattern.contiguous() is pattern
     moved = pattern.to("meta", non_blocking=True)
-    assert (moved.offset.device.type, moved.padding.device.type) == ("meta", "meta")
+    assert moved.offset.is_meta
+    assert moved.padding.is_meta
+    assert moved.sequences.cu_seq_q.is_meta
+    assert moved.sequences.cu_seq_k.is_meta
     assert (moved.left, moved.shape) == (3, (2, 1, 3, 5))
     assert Pattern(3, 0, None, None, (2, 1, 3, 5)).to("meta").padding is None
     # A model hands it back to be made into a mask again.

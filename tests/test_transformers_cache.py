@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -81,19 +82,14 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, cache: Any, ids: Tensor, chunks: list[int], **kwargs: Any) -> Tensor:
-    ends = torch.tensor(chunks).cumsum(0).tolist()
-    mask = kwargs.pop("attention_mask", None)
-    return torch.cat([
-        model(
-            part,
-            cache=cache,
-            attention_mask=None if mask is None else mask[:, :end],
-            use_cache=True,
-            **kwargs,
-        ).logits
-        for part, end in zip(ids.split(chunks, 1), ends, strict=True)
-    ], 1)  # fmt: skip
+def logits(
+    model: Any, cache: Any, ids: Tensor, chunks: list[int], mask: Tensor | None = None
+) -> Tensor:
+    parts = []
+    for part, end in zip(ids.split(chunks, 1), itertools.accumulate(chunks), strict=True):
+        seen = None if mask is None else mask[:, :end]
+        parts.append(model(part, cache=cache, attention_mask=seen, use_cache=True).logits)
+    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("dtype", EIGHT)
@@ -105,9 +101,9 @@ def test_prefill_chunks_and_tokens(family: str, dtype: torch.dtype) -> None:
     mask[1, :7] = 0
     chunks = [20, 5, *[1] * 105]
     cache = integration.eight_bit_cache(model, dtype)
-    actual = logits(model, cache, ids, chunks, attention_mask=mask)
+    actual = logits(model, cache, ids, chunks, mask)
     oracle = float_cache(model, dtype, like=cache)
-    exact = logits(model, oracle, ids, chunks, attention_mask=mask)
+    exact = logits(model, oracle, ids, chunks, mask)
     seen = mask.bool()
     torch.testing.assert_close(actual[seen], exact[seen], rtol=1e-4, atol=1e-5)
     assert cache.get_seq_length() == 130

@@ -45,77 +45,47 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     # heads
     "key heads, no flag": ({"key": floats(2, 2, 7, 8)}, (r"key", r"2 heads", r"enable_gqa")),
     "value heads, no flag": ({"value": floats(2, 2, 7, 6)}, (r"value", r"2 heads", r"enable_gqa")),
-    "key heads that do not divide": (
-        {"key": floats(2, 3, 7, 8), "enable_gqa": True},
-        (r"key", r"3 heads", r"divide the query's|\b4\b"),
-    ),
-    "value heads that do not divide": (
-        {"value": floats(2, 3, 7, 6), "enable_gqa": True},
-        (r"value", r"3 heads", r"divide the query's|\b4\b"),
-    ),
-    "more key heads": (
-        {"key": floats(2, 8, 7, 8), "enable_gqa": True},
-        (r"key", r"8 heads", r"divide the query's|\b4\b"),
-    ),
-    "no key heads": (
-        {"key": floats(2, 0, 7, 8), "enable_gqa": True},
-        (r"key", r"0 heads", r"divide the query's|\b4\b"),
-    ),
+    **{
+        f"{heads} {name} heads": (
+            {name: floats(2, heads, *SIZES[name][2:]), "enable_gqa": True},
+            (name, f"{heads} heads", r"divide the query's|\b4\b"),
+        )
+        for name, heads in (("key", 3), ("value", 3), ("key", 8), ("key", 0))
+    },
     # dtypes
-    "integer query": (
-        {n: floats(*size, dtype=torch.int64) for n, size in SIZES.items()},
-        (r"query", r"Long|int64", r"float64, float32, bfloat16 or float16"),
-    ),
-    "complex query": (
-        {n: floats(*size, dtype=torch.complex64) for n, size in SIZES.items()},
-        (r"query", r"[Cc]omplex", r"float64, float32, bfloat16 or float16"),
-    ),
-    "float8 query": (
-        {n: floats(*size).to(torch.float8_e5m2) for n, size in SIZES.items()},
-        (r"query", r"Float8_e5m2", r"float64, float32, bfloat16 or float16"),
-    ),
-    "dtype of key": (
-        {"key": floats(*SIZES["key"], dtype=torch.bfloat16)},
-        (r"key", r"BFloat16", r"same dtype"),
-    ),
-    "dtype of value": (
-        {"value": floats(*SIZES["value"], dtype=torch.float64)},
-        (r"value", r"[Dd]ouble", r"same dtype"),
-    ),
+    **{
+        f"{dtype} query": (
+            {name: floats(*size).to(dtype) for name, size in SIZES.items()},
+            (r"query", says, r"float64, float32, bfloat16 or float16"),
+        )
+        for dtype, says in (
+            (torch.int64, r"Long|int64"),
+            (torch.complex64, r"[Cc]omplex"),
+            (torch.float8_e5m2, r"Float8_e5m2"),
+        )
+    },
+    "bfloat16 key": ({"key": floats(2, 4, 7, 8).bfloat16()}, ("key", "BFloat16", "same dtype")),
+    "float64 value": ({"value": floats(2, 4, 7, 6).double()}, ("value", "[Dd]ouble", "same dtype")),
     # mask
-    "integer mask": (
-        {"attn_mask": floats(5, 7, dtype=torch.int32)},
-        (r"attn_mask", r"[Ii]nt", r"bool.*float32"),
-    ),
-    "byte mask": (
-        {"attn_mask": floats(5, 7, dtype=torch.uint8)},
-        (r"attn_mask", r"[Bb]yte", r"bool.*float32"),
-    ),
-    "half mask of float query": (
-        {"attn_mask": floats(5, 7, dtype=torch.float16)},
-        (r"attn_mask", r"[Hh]alf", r"bool.*float32"),
-    ),
-    "double mask of float query": (
-        {"attn_mask": floats(5, 7, dtype=torch.float64)},
-        (r"attn_mask", r"[Dd]ouble", r"bool.*float32"),
-    ),
-    "1-D mask": ({"attn_mask": floats(5)}, (r"attn_mask", r"\[5\]", r"broadcast.*\[2, 4, 5, 7\]")),
-    "mask of other lengths": (
-        {"attn_mask": floats(7, 5)},
-        (r"attn_mask", r"\[7, 5\]", r"broadcast.*\[2, 4, 5, 7\]"),
-    ),
-    "mask of two keys": (
-        {"attn_mask": floats(5, 2)},
-        (r"attn_mask", r"\[5, 2\]", r"broadcast.*\[2, 4, 5, 7\]"),
-    ),
-    "mask of other heads": (
-        {"attn_mask": floats(2, 3, 5, 7)},
-        (r"attn_mask", r"\[2, 3, 5, 7\]", r"broadcast.*\[2, 4, 5, 7\]"),
-    ),
-    "mask that adds a dimension": (
-        {"attn_mask": floats(1, 2, 4, 5, 7)},
-        (r"attn_mask", r"\[1, 2, 4, 5, 7\]", r"broadcast.*\[2, 4, 5, 7\]"),
-    ),
+    **{
+        f"{dtype} mask": (
+            {"attn_mask": floats(5, 7, dtype=dtype)},
+            (r"attn_mask", says, r"bool.*float32"),
+        )
+        for dtype, says in (
+            (torch.int32, r"[Ii]nt"),
+            (torch.uint8, r"[Bb]yte"),
+            (torch.float16, r"[Hh]alf"),
+            (torch.float64, r"[Dd]ouble"),
+        )
+    },
+    **{
+        f"mask of shape {size}": (
+            {"attn_mask": floats(*size)},
+            (r"attn_mask", re.escape(f"{size}"), r"broadcast.*\[2, 4, 5, 7\]"),
+        )
+        for size in ([5], [7, 5], [5, 2], [2, 3, 5, 7], [1, 2, 4, 5, 7])
+    },
     "mask that enlarges the batch": (
         {"attn_mask": floats(3, 1, 5, 7), **{n: floats(1, *s[1:]) for n, s in SIZES.items()}},
         (r"attn_mask", r"\[3, 1, 5, 7\]", r"broadcast.*\[1, 4, 5, 7\]"),
@@ -341,10 +311,7 @@ def test_padding_mask(dims: int, call: str) -> None:
     mask = torch.ones(4, 5, dtype=torch.bool)
     with pytest.raises(RuntimeError, match=re.escape(advice)):
         CALLS[call](**arguments, attn_mask=mask)
-    fitting = mask[(slice(None), *[None] * (dims - 2))]
-    if dims == 5:
-        fitting = mask.view(4, 1, 1, 1, 5)
-    CALLS[call](**arguments, attn_mask=fitting)
+    CALLS[call](**arguments, attn_mask=mask.view(4, *[1] * (dims - 2), 5))
     with pytest.raises(RuntimeError) as error:
         CALLS[call](**arguments, attn_mask=mask[:3])
     assert "padding" not in str(error.value)

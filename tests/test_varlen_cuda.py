@@ -19,7 +19,7 @@ from helpers import LAYOUTS, SEED, largest, ulp
 from test_cuda_stand_in import environment
 
 pytestmark = [
-    pytest.mark.slow,  # compiles a library
+    pytest.mark.slow("csrc", "tests/stand_in"),  # compiles a library
     pytest.mark.skipif(
         platform.machine() != "x86_64", reason="not run: the stand-in is written for x86_64"
     ),
@@ -417,5 +417,5 @@ def test_pages_that_are_not_aligned(variables: dict[str, str]) -> None:
     assert 0 < float(far) < 0.02
 
 
-def test_numbers_that_nobody_has_checked(variables: dict[str, str]) -> None:
+def test_unchecked_boundaries_read_nothing_outside(variables: dict[str, str]) -> None:
     run_over_stand_in("run_unchecked(200)", variables)

@@ -8,13 +8,13 @@ import importlib.util
 import inspect
 import itertools
 import pathlib
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
 
 import pytest
 
+from _variants import run_python
 from torch_attn._when_imported import when_imported
 
 NAMES = map("attn_test_module_{}".format, itertools.count())
@@ -40,23 +40,10 @@ def calls(module: str) -> list[str]:
 
 
 def test_at_the_import(module: str, calls: list[str]) -> None:
-    assert calls == []
-    importlib.import_module(module)
-    importlib.import_module(module)
-    assert calls == ["of the module"]
-
-
-def test_imported_already(module: str) -> None:
-    importlib.import_module(module)
-    calls: list[int] = []
-    when_imported(module, lambda: calls.append(1))
-    assert calls == [1]
-
-
-def test_looking_for_it_before(module: str, calls: list[str]) -> None:
-    """Programs look to see whether a module is there."""
+    """Neither before, when programs look whether the module is there, nor at a second import."""
     specs = [importlib.util.find_spec(module) for _ in range(3)]
     assert calls == []
+    importlib.import_module(module)
     importlib.import_module(module)
     assert calls == ["of the module"]
     executed = importlib.util.module_from_spec(specs[0])
@@ -94,11 +81,13 @@ def test_threads(module: str, calls: list[str], tmp_path: pathlib.Path) -> None:
     assert calls == ["of the module"]
 
 
-def test_twice_the_same_module(module: str, calls: list[str]) -> None:
-    others: list[int] = []
-    when_imported(module, lambda: others.append(1))
+def test_several_functions_of_a_module(module: str, calls: list[str]) -> None:
+    """Also one that comes when the module is imported already: it alone is called then."""
+    others: list[str] = []
+    when_imported(module, lambda: others.append("before"))
     importlib.import_module(module)
-    assert (calls, others) == (["of the module"], [1])
+    when_imported(module, lambda: others.append("after"))
+    assert (calls, others) == (["of the module"], ["before", "after"])
 
 
 def test_what_is_not_there() -> None:
@@ -158,4 +147,4 @@ finders = len(sys.meta_path)
 importlib.reload(torch_attn)
 assert len(sys.meta_path) == finders
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_python("-c", program)

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -28,4 +30,14 @@ inline void expect_same_bits(const std::vector<at::Tensor>& a, const std::vector
 inline void expect_close(const at::Tensor& a, const at::Tensor& b) {
   ASSERT_EQ(a.sizes(), b.sizes());
   EXPECT_LT((a - b).abs().max().item<double>(), 1e-12);
+}
+
+inline c10::IValue absent(const auto& member) { return member ? c10::IValue("given") : c10::IValue(); }
+
+// Every argument of the operator but the first ones has a member of its name and default; a new one fails here.
+inline void expect_defaults(const char* op, size_t first, const std::map<std::string, c10::IValue>& members) {
+  const auto& arguments = c10::Dispatcher::singleton().findSchemaOrThrow(op, "").schema().arguments();
+  ASSERT_EQ(arguments.size(), first + members.size()) << op;
+  for (size_t i = first; i < arguments.size(); ++i)
+    EXPECT_EQ(*arguments[i].default_value(), members.at(arguments[i].name())) << op << ": " << arguments[i].name();
 }

@@ -1,7 +1,6 @@
-// attn/sdpa.h: named and flat options, validation, dispatch, threads, exceptions, memory.
+// attn/sdpa.h: named and flat options, formulas, validation, dispatch, threads, exceptions, memory.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/Parallel.h>
 #include <attn/sdpa.h>
 #include <c10/core/InferenceMode.h>
 #include <malloc.h>
@@ -49,6 +48,14 @@ TEST_F(Sdpa, NamedOptionsAreTheFlatOnes) {
   at::manual_seed(1);
   expect_same_bits(dropped, attn::sdpa(query, key, value, std::nullopt, 0.5, false, std::nullopt, true));
   EXPECT_FALSE(at::equal(dropped, attn::sdpa(query, key, value, {.enable_gqa = true})));
+
+  attn::Options options = {.attn_mask = mask, .is_causal = true, .scale = 0.3, .enable_gqa = true};
+  const attn::Stats stats = attn::sdpa_stats(query, key, options);
+  const attn::Stats flat = attn::sdpa_stats(query, key, mask, /*is_causal=*/true, 0.3, /*enable_gqa=*/true);
+  expect_same_bits(flat.entropy, stats.entropy);
+  expect_same_bits(flat.received_weight, stats.received_weight);
+  options.is_causal = false;
+  EXPECT_FALSE(at::equal(attn::sdpa_stats(query, key, options).entropy, stats.entropy));
 }
 
 // ALiBi as torch_attn.score_program prints it; a program made in Python needs its string and its leaves.
@@ -80,7 +87,6 @@ TEST_F(Sdpa, FunctionsOfThePairComeAsStrings) {
 
 // The members of Options, by the names of the operators' arguments.
 std::map<std::string, c10::IValue> members(const attn::Options& options) {
-  const auto absent = [](const auto& member) { return member ? c10::IValue("given") : c10::IValue(); };
   const auto& o = options;
   return {
       {"attn_mask", absent(o.attn_mask)},
@@ -99,30 +105,29 @@ std::map<std::string, c10::IValue> members(const attn::Options& options) {
   };
 }
 
-// Every argument of the operators has a member of its name and default; a new one fails here.
 TEST_F(Sdpa, DefaultsAreTheOperators) {
-  const auto compare = [&](const char* op, size_t tensors, const std::map<std::string, c10::IValue>& options) {
-    const auto& arguments = c10::Dispatcher::singleton().findSchemaOrThrow(op, "").schema().arguments();
-    ASSERT_EQ(arguments.size(), tensors + options.size()) << op;
-    for (size_t i = tensors; i < arguments.size(); ++i)
-      EXPECT_EQ(*arguments[i].default_value(), options.at(arguments[i].name())) << op << ": " << arguments[i].name();
-  };
-  compare("attn::sdpa_with_weights", 3, members(attn::Options()));
+  expect_defaults("attn::sdpa_with_weights", 3, members(attn::Options()));
   auto of_statistics = members(attn::Options());
   for (const char* refused : {"dropout_p", "key_scale", "value_scale"}) of_statistics.erase(refused);
-  compare("attn::sdpa_stats", 2, of_statistics);
+  expect_defaults("attn::sdpa_stats", 2, of_statistics);
   expect_same_bits(attn::sdpa(query, query, query), attn::sdpa(query, query, query, std::nullopt));
 }
 
 TEST_F(Sdpa, IsTheFormula) {
+  const attn::Options options = {.attn_mask = mask, .scale = 0.3, .enable_gqa = true};
   const Tensor k = key.repeat_interleave(2, 1), v = value.repeat_interleave(2, 1);
-  const Tensor scores = query.matmul(k.transpose(-2, -1)) / 4 + mask;
-  const auto [output, weights, returned] =
-      attn::sdpa_with_weights(query, key, value, {.attn_mask = mask, .enable_gqa = true});
-  expect_close(returned, scores);
-  expect_close(weights, scores.softmax(-1));
-  expect_close(output, scores.softmax(-1).matmul(v));
-  expect_close(attn::sdpa(query, key, value, {.attn_mask = mask, .enable_gqa = true}), output);
+  const Tensor scores = query.matmul(k.transpose(-2, -1)) * 0.3 + mask, weights = scores.softmax(-1);
+  const auto [output, given_weights, given_scores] = attn::sdpa_with_weights(query, key, value, options);
+  expect_close(given_scores, scores);
+  expect_close(given_weights, weights);
+  expect_close(output, weights.matmul(v));
+  expect_close(attn::sdpa(query, key, value, options), output);
+
+  const attn::Stats stats = attn::sdpa_stats(query, key, options);
+  expect_close(stats.largest_score, scores.amax(-1));
+  expect_close(stats.entropy, -at::xlogy(weights, weights).sum(-1));
+  expect_close(stats.logsumexp, scores.logsumexp(-1));
+  expect_close(stats.received_weight, weights.sum(-2));
 }
 
 // All options that the built-in lacks, at once, against the formula.
@@ -205,23 +210,6 @@ TEST_F(WithOptions, ErrorsNameTheArgument) {
   expect_error("query is undefined", [&] { attn::sdpa(Tensor(), key, value, {.query_offset = 1}); });
 }
 
-TEST_F(Sdpa, StatisticsAreThoseOfTheWeights) {
-  const auto [output, weights, scores] =
-      attn::sdpa_with_weights(query, key, value, {.attn_mask = mask, .scale = 0.3, .enable_gqa = true});
-  const attn::Stats stats = attn::sdpa_stats(query, key, {.attn_mask = mask, .scale = 0.3, .enable_gqa = true});
-  expect_close(stats.largest_score, scores.amax(-1));
-  expect_close(stats.entropy, -at::xlogy(weights, weights).sum(-1));
-  expect_close(stats.logsumexp, scores.logsumexp(-1));
-  expect_close(stats.received_weight, weights.sum(-2));
-
-  const attn::Stats flat = attn::sdpa_stats(query, key, mask, /*is_causal=*/true, 0.3, /*enable_gqa=*/true);
-  const attn::Stats named =
-      attn::sdpa_stats(query, key, {.attn_mask = mask, .is_causal = true, .scale = 0.3, .enable_gqa = true});
-  expect_same_bits(flat.entropy, named.entropy);
-  expect_same_bits(flat.received_weight, named.received_weight);
-  EXPECT_FALSE(at::equal(flat.entropy, stats.entropy));
-}
-
 TEST_F(Sdpa, StatisticsHaveNoDerivative) {
   const Tensor leaf = query.detach().requires_grad_();
   const attn::Stats stats = attn::sdpa_stats(leaf, leaf);
@@ -265,45 +253,12 @@ TEST_F(Sdpa, AutocastGoesToItsType) {
   expect_same_bits(output, attn::sdpa(x.to(at::kBFloat16), x.to(at::kBFloat16), x.to(at::kBFloat16)));
 }
 
-template <class Function>
-auto operator_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
-
-TEST_F(Sdpa, EveryInstructionSetGivesTheSame) {
-  const auto set = operator_named<void(const std::string&)>("attn::_set_cpu_capability");
-  const auto current = operator_named<std::string()>("attn::_cpu_capability");
-  const auto available = operator_named<std::vector<std::string>()>("attn::_cpu_capabilities").call();
-  const std::string before = current.call();
-  const Tensor expected = attn::sdpa(query, key, value, {.enable_gqa = true});
-  for (const auto& name : available) {
-    set.call(name);
-    EXPECT_EQ(current.call(), name);
-    expect_close(attn::sdpa(query, key, value, {.enable_gqa = true}), expected);
-  }
-  set.call(before);
-  expect_error("sse9", [&] { set.call("sse9"); });
-  EXPECT_EQ(current.call(), before);
-}
-
 TEST_F(Sdpa, InferenceModeGivesTheSame) {
   const Tensor expected = attn::sdpa(query, query, query);
   const c10::InferenceMode guard;
   const Tensor output = attn::sdpa(query, query, query);
   EXPECT_TRUE(output.is_inference());
   expect_same_bits(output, expected);
-}
-
-TEST_F(Sdpa, AnyNumberOfThreadsGivesTheSameBits) {
-  const int before = at::get_num_threads();
-  std::vector<std::vector<Tensor>> results;
-  for (const int threads : {1, 2, 7}) {
-    at::set_num_threads(threads);
-    results.push_back(output_and_gradients({query, key, value}, {.attn_mask = mask, .enable_gqa = true}));
-  }
-  at::set_num_threads(before);
-  expect_same_bits(results[1], results[0]);
-  expect_same_bits(results[2], results[0]);
 }
 
 TEST_F(Sdpa, SeveralThreadsAtOnce) {

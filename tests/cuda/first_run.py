@@ -38,7 +38,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 FILES = {
     "tests": "options options_promises forward backward derivatives nan dropout stats varlen paged "
     "invariance determinism memory precision hidden_tiles",
-    "tests with PyTorch": "autocast autograd compile convert derivatives_memory dispatch export "
+    "tests with PyTorch": "autocast autograd compile convert dispatch export "
     "func meta nn opinfo properties replace stats_hidden stats_subsystems subclasses validate "
     "weights",
 }

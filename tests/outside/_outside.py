@@ -6,111 +6,52 @@ says how. Nothing of the other projects is kept here.
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import collections
 import functools
 import pathlib
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as of_torch
 
 import torch_attn
+from torch_attn._replacement import flex as switch
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-_GIT = [
-    "git",
-    "-C",
-    str(pathlib.Path(torch_attn.__file__).parent),
-    "describe",
-    "--always",
-    "--dirty",
-]
+_PACKAGE = str(pathlib.Path(torch_attn.__file__).parent)
+_GIT = ["git", "-C", _PACKAGE, "describe", "--always", "--dirty"]
 COMMIT = subprocess.run(_GIT, capture_output=True, text=True, check=False).stdout.strip()
-HAS_SWITCH = hasattr(torch_attn, "replacing_flex")
 
 
-class Counts:
-    """The calls that torch_attn answered, and those that it passed on to PyTorch."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.passed_on = 0
-
-
-COUNTS = Counts()  # of all the blocks of replacing() so far
+def counted(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int, int]:
+    """What a function returns, and the calls that torch_attn answered meanwhile and passed on."""
+    before = switch.FLEX.counts()
+    result = function(*arguments)
+    calls, passed_on = switch.FLEX.counts()
+    return result, calls - before[0], passed_on - before[1]
 
 
-@contextlib.contextmanager
-def replacing() -> Iterator[None]:
-    """Turns the switch on. Without one in torch_attn, swaps PyTorch's code by hand."""
-    if not HAS_SWITCH:
-        with _swapped():
-            yield
-        return
-    with torch_attn.replacing_flex() as handle:
-        before = handle.calls, handle.passed_on
-        try:
-            yield
-        finally:
-            COUNTS.calls += handle.calls - before[0]
-            COUNTS.passed_on += handle.passed_on - before[1]
+def arguments_of(text: str, path: str | None = None) -> argparse.ArgumentParser:
+    """The arguments of a check with this docstring, which may take a path."""
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
+    if path is not None:
+        parser.add_argument("path", type=pathlib.Path, help=path)
+    parser.add_argument("--plant", choices=["output", "scores"])
+    return parser
 
 
-@contextlib.contextmanager
-def _swapped() -> Iterator[None]:
-    function = of_torch.flex_attention
-    code = function.__code__
-    if code is _stand_in.__code__:
-        yield
-        return
-    function.__code__ = _stand_in.__code__
-    try:
-        yield
-    finally:
-        function.__code__ = code
-
-
-def _stand_in(
-    query,
-    key,
-    value,
-    score_mod=None,
-    block_mask=None,
-    scale=None,
-    enable_gqa=False,
-    return_lse=False,
-    kernel_options=None,
-    *,
-    return_aux=None,
-):
-    import sys
-
-    answer = sys.modules["_outside"]._answer
-    options = (score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-    return answer(query, key, value, *options, return_aux=return_aux)
-
-
-_own = of_torch.flex_attention.__code__
-
-
-def _answer(*arguments: Any, **more: Any) -> Any:
-    try:
-        result = torch_attn.flex_attention(*arguments, **more)
-    except (RuntimeError, TypeError, ValueError):
-        COUNTS.passed_on += 1
-        function = of_torch.flex_attention
-        function.__code__, code = _own, function.__code__
-        try:
-            return function(*arguments, **more)
-        finally:
-            function.__code__ = code
-    COUNTS.calls += 1
-    return result
+def begin(fault: str | None = None) -> None:
+    """Prepares the process, with the fault to plant."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(2)
+    plant(fault)
 
 
 def allow_derivatives_in_torch() -> None:
@@ -144,22 +85,28 @@ def plant(fault: str | None) -> None:
         result = real(query, key, value, *arguments, **options)
         return -result if isinstance(result, torch.Tensor) else (-result[0], *result[1:])
 
-    torch_attn.flex_attention = of_wrong_sign
-    if HAS_SWITCH:
-        sys.modules["torch_attn._replacement.flex"].flex_attention = of_wrong_sign
+    torch_attn.flex_attention = switch.flex_attention = of_wrong_sign
 
 
 def versions(**others: str) -> list[str]:
-    """Lines that say what ran: Python, torch, torch_attn, the switch and what `others` names."""
-    switch = "torch_attn.replacing_flex" if HAS_SWITCH else "a stand-in that swaps the code by hand"
+    """Lines that say what ran: Python, torch, torch_attn and what `others` names."""
     lines = [
         f"date          {time.strftime('%Y-%m-%d')}",
         f"python        {platform.python_version()}, {platform.machine()}",
         f"torch         {torch.__version__}, {torch.get_num_threads()} threads",
         f"torch_attn    {torch_attn.__version__} {COMMIT}".rstrip(),
-        f"switch        {switch}",
     ]
     return lines + [f"{name:<13} {text}" for name, text in others.items()]
+
+
+def report(name: str, fault: str | None, start: float, rows: list[str], **others: str) -> None:
+    """Writes the rows, which begin with their outcomes, with the sum of each outcome."""
+    sums = collections.Counter(passed=0, failed=0)
+    sums.update(row.split()[0] for row in rows)
+    lines = versions(**others, fault=fault or "none")
+    lines += [f"seconds       {time.time() - start:.0f}", ""]
+    lines += [", ".join(f"{number} {outcome}" for outcome, number in sums.items()), "", *rows]
+    write("_".join(filter(None, (name, fault))), lines)
 
 
 def write(name: str, lines: list[str]) -> None:

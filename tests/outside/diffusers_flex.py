@@ -13,25 +13,25 @@ is results/diffusers_flex.txt.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import pathlib
 import sys
 import time
 import types
-import warnings
 
 import _outside
 import diffusers
 import torch
+
+import torch_attn
 
 
 class OfKandinsky:
     """What TrainingTesterMixin asks for: a small Kandinsky 6 SR, and its input."""
 
     model_class = getattr(diffusers, "Kandinsky6SRTransformer3DModel", None)
-    output_shape = (2, 16, 16, 8)
+    side = 16
+    output_shape = (2, side, side, 8)
 
     def get_init_dict(self) -> dict:
         return {
@@ -48,7 +48,7 @@ class OfKandinsky:
     def get_dummy_inputs(self) -> dict:
         generator = torch.Generator().manual_seed(0)
         return {
-            "hidden_states": torch.randn(1, 2, 16, 16, 9, generator=generator),
+            "hidden_states": torch.randn(1, 2, self.side, self.side, 9, generator=generator),
             "timestep": torch.randint(0, 1000, (1,), generator=generator).float(),
         }
 
@@ -56,14 +56,8 @@ class OfKandinsky:
 class OfLargerKandinsky(OfKandinsky):
     """The same with more blocks, of which the mask of the model hides some."""
 
-    output_shape = (2, 64, 64, 8)
-
-    def get_dummy_inputs(self) -> dict:
-        generator = torch.Generator().manual_seed(0)
-        return {
-            "hidden_states": torch.randn(1, 2, 64, 64, 9, generator=generator),
-            "timestep": torch.randint(0, 1000, (1,), generator=generator).float(),
-        }
+    side = 64
+    output_shape = (2, side, side, 8)
 
 
 def train(config: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -85,7 +79,7 @@ def train(config: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def compare(config: object) -> tuple[str, str]:
     """Compares a step under the switch with one of PyTorch's function."""
-    with _outside.replacing():
+    with torch_attn.replacing_flex():
         loss, gradients = train(config)
     check, _outside.of_torch._validate_device = _outside.of_torch._validate_device, lambda *_: None
     expected, of_torch = train(config)
@@ -100,11 +94,13 @@ def compare(config: object) -> tuple[str, str]:
 
 
 def run(test: object, name: str) -> tuple[str, str]:
-    """Runs a test method as pytest would."""
+    """Runs a test method as pytest would, or compares the gradients."""
     import pytest
 
     try:
-        with _outside.replacing():
+        if name == "gradients":
+            return compare(test)
+        with torch_attn.replacing_flex():
             test.setup_method()
             getattr(test, name)()
             test.teardown_method()
@@ -117,19 +113,14 @@ def run(test: object, name: str) -> tuple[str, str]:
 
 def main() -> None:
     """Runs the tests and the comparisons, and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("path", type=pathlib.Path, help="a checkout of diffusers")
-    parser.add_argument("--plant", choices=["output", "scores"])
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
-    _outside.plant(options.plant)
+    options = _outside.arguments_of(__doc__, "a checkout of diffusers").parse_args()
+    _outside.begin(options.plant)
     root = types.ModuleType("tests")  # without the code of tests/__init__.py
     root.__path__ = [str(options.path / "tests")]
     sys.modules["tests"] = root
     of_models = importlib.import_module("tests.models.testing_utils")
     mixin = of_models.TrainingTesterMixin
-    lines = _outside.versions(diffusers=diffusers.__version__, fault=options.plant or "none")
+    versions = {"diffusers": diffusers.__version__}
     configs = {}
     if OfKandinsky.model_class is not None:
         configs["Kandinsky6SR"] = OfKandinsky
@@ -138,29 +129,17 @@ def main() -> None:
         file = "tests.models.transformers.test_models_transformer_anyflow_far"
         configs["AnyFlowFAR"] = importlib.import_module(file).AnyFlowFARTransformer3DTesterConfig
     except (ImportError, RuntimeError) as error:
-        lines.append(f"AnyFlowFAR    not run: {error}")
-    start, table, outcomes = time.time(), [], []
+        versions["AnyFlowFAR"] = f"not run: {error}"
+    start, table = time.time(), []
     names = [name for name, _ in inspect.getmembers(mixin, inspect.isfunction)]
     for model, config in configs.items():
         test = type("Training", (config, mixin), {})()
-        rows = [name for name in names if name.startswith("test_")]
-        if "larger" in model:
-            rows = []
+        rows = [name for name in names if name.startswith("test_") and "larger" not in model]
         for name in [*rows, "gradients"]:
-            calls, passed_on = _outside.COUNTS.calls, _outside.COUNTS.passed_on
-            try:
-                outcome, text = compare(test) if name == "gradients" else run(test, name)
-            except Exception as error:
-                outcome, text = "failed", f"{type(error).__name__}: {str(error)[:300]}"
-            calls = _outside.COUNTS.calls - calls
-            passed_on = _outside.COUNTS.passed_on - passed_on
-            outcomes.append(outcome)
+            (outcome, text), calls, passed_on = _outside.counted(run, test, name)
             row = f"{outcome:8} {model:21} {name}: {calls} calls, {passed_on} passed on"
             table.append(f"{row}; {text}" if text else row)
-    lines.append(f"seconds       {time.time() - start:.0f}")
-    words = ("passed", "failed", "skipped")
-    lines += ["", ", ".join(f"{outcomes.count(word)} {word}" for word in words), "", *table]
-    _outside.write("_".join(["diffusers_flex", *([options.plant] if options.plant else [])]), lines)
+    _outside.report("diffusers_flex", options.plant, start, table, **versions)
 
 
 if __name__ == "__main__":

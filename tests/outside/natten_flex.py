@@ -16,14 +16,11 @@ makes groups of several sizes: the blocks then hide pairs that the mask_mod show
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
-import pathlib
 import sys
 import time
-import warnings
 
 import _outside
 import torch
@@ -123,13 +120,8 @@ def is_as_compiled(given: dict) -> bool:
 
 def main() -> None:
     """Compares the problems and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("path", type=pathlib.Path, help="a checkout of NATTEN")
-    parser.add_argument("--plant", choices=["output", "scores"])
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
-    _outside.plant(options.plant)
+    options = _outside.arguments_of(__doc__, "a checkout of NATTEN").parse_args()
+    _outside.begin(options.plant)
     sys.path.insert(0, str(options.path / "src"))
     import natten
     from natten.backends import flex
@@ -144,28 +136,22 @@ def main() -> None:
 
     flex.flex_attention = remember
 
-    lines = _outside.versions(
-        natten=f"{natten.__version__}, libnatten {natten.HAS_LIBNATTEN}",
-        fault=options.plant or "none",
-    )
-    start, table, outcomes = time.time(), [], []
+    start, table = time.time(), []
 
-    def note(name: str, run: object, expected: list[Tensor]) -> None:
-        calls, passed_on = _outside.COUNTS.calls, _outside.COUNTS.passed_on
+    def note(name: str, run: object, expected: list[Tensor], calls: int = 1) -> None:
+        """Runs a problem that calls PyTorch's function `calls` times."""
         given.clear()
         try:
-            with _outside.replacing():
+            with torch_attn.replacing_flex() as handle:
                 worst = error(run(), expected)
-            counts = _outside.COUNTS
-            calls, passed_on = counts.calls - calls, counts.passed_on - passed_on
-            good = worst < 1e-5 and calls == 1 and not passed_on
-            text = f"error {worst:.1e}, {calls} calls, {passed_on} passed on"
+            good = worst < 1e-5 and handle.calls == calls and not handle.passed_on
+            text = f"error {worst:.1e}, {handle.calls} calls, {handle.passed_on} passed on"
         except Exception as problem:
             good, text = False, f"{type(problem).__name__}: {str(problem)[:300]}"
-        outcomes.append("passed" if good else "failed")
+        outcome = "passed" if good else "failed"
         if not good and given and not options.plant and is_as_compiled(given):
-            outcomes[-1] = "theirs"
-        table.append(f"{outcomes[-1]}  {name}: {text}")
+            outcome = "theirs"
+        table.append(f"{outcome}  {name}: {text}")
         print(table[-1], flush=True)
 
     for batch, heads, kv_heads, head_dim, grid, window, stride, dilation in PROBLEMS:
@@ -194,7 +180,6 @@ def main() -> None:
                 blocks = torch_attn.mods.neighbourhood(grid, window, causal=causal)
 
                 def run(flat=flat, tensors=tensors, blocks=blocks) -> list[Tensor]:
-                    _outside.COUNTS.calls += 1  # a direct call
                     output, lse = torch_attn.flex_attention(
                         *(x.transpose(1, 2) for x in flat),
                         block_mask=blocks,
@@ -203,7 +188,7 @@ def main() -> None:
                     )
                     return results(output.transpose(1, 2), lse.transpose(1, 2), tensors)
 
-                note(f"{problem} mods.neighbourhood", run, expected)
+                note(f"{problem} mods.neighbourhood", run, expected, calls=0)
     torch.manual_seed(0)
     tensors = tuple(
         torch.randn(2, n, h, 16, requires_grad=True) for n, h in ((70, 4), (90, 2), (90, 2))
@@ -214,14 +199,8 @@ def main() -> None:
         lambda: results(*flex_fmha(*tensors, return_lse=True), tensors),
         expected,
     )
-    lines.append(f"seconds       {time.time() - start:.0f}")
-    lines += [
-        "",
-        ", ".join(f"{outcomes.count(word)} {word}" for word in ("passed", "failed", "theirs")),
-        "",
-        *table,
-    ]
-    _outside.write("_".join(["natten_flex", *([options.plant] if options.plant else [])]), lines)
+    version = f"{natten.__version__}, libnatten {natten.HAS_LIBNATTEN}"
+    _outside.report("natten_flex", options.plant, start, table, natten=version)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ raises.
 from __future__ import annotations
 
 import collections
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,17 +25,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Adds a call to the cases."""
-
-    def add(function: Callable[[], Any]) -> Callable[[], Any]:
-        CASES[name] = function
-        return function
-
-    return add
+import torch_attn
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,7 +45,7 @@ def three(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 HALF, BF16, F64 = torch.float16, torch.bfloat16, torch.float64
-FLEX: dict[str, Callable[[], Any]] = {
+CASES: dict[str, Callable[[], Any]] = {
     "query float32, key and value float16": lambda: flex_attention(
         t(1, 1, 64, 64), t(1, 1, 64, 64).half(), t(1, 1, 64, 64).half()
     ),
@@ -122,7 +111,6 @@ FLEX: dict[str, Callable[[], Any]] = {
         *three(1, 2, 50, 17), score_mod=lambda s, b, h, i, j: s + (i - j)
     ),
 }
-CASES.update(FLEX)
 
 
 def of_autocast(dtype: torch.dtype, to: torch.dtype) -> Callable[[], Any]:
@@ -198,8 +186,7 @@ for name, function in (
     )
 
 
-@case("BlockMask with compact lists")
-def compact() -> list[Tensor]:
+def with_compact_lists() -> list[Tensor]:
     ids = torch.arange(512) // 100
     of = blocks(lambda b, h, i, j: (i >= j) | (ids[i] == ids[j]), 512)
     lists = {}
@@ -213,8 +200,7 @@ def compact() -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
 
 
-@case("BlockMask that hides whole queries")
-def hidden() -> list[Tensor]:
+def that_hides_whole_queries() -> list[Tensor]:
     leaves = [x.requires_grad_() for x in three(2, 2, 64, 16)]
     lengths = torch.tensor([10, 0])
     mask = blocks(lambda b, h, i, j: j < lengths[b], 64, 2)
@@ -222,28 +208,28 @@ def hidden() -> list[Tensor]:
     return [output.detach(), lse.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
 
 
-def answer(call: Callable[[], Any], on: bool) -> tuple[list[Any] | Exception, str]:
-    """What the call returns, as a list, or raises; and how the switch counted it."""
+CASES["BlockMask with compact lists"] = with_compact_lists
+CASES["BlockMask that hides whole queries"] = that_hides_whole_queries
+
+
+def answer(call: Callable[[], Any]) -> list[Any] | Exception:
+    """What the call returns, as a list, or raises."""
     torch.manual_seed(0)
-    before = _outside.COUNTS.calls, _outside.COUNTS.passed_on
     try:
-        if on:
-            with _outside.replacing():
-                result = call()
-        else:
-            result = call()
+        result = call()
     except Exception as error:
-        return error, ""
-    passed_on = _outside.COUNTS.passed_on - before[1]
+        return error
     flat: list[Any] = []
     for part in result if isinstance(result, (list, tuple)) else [result]:
         flat += list(part) if isinstance(part, tuple) else [part]
-    return flat, ", passed on to PyTorch" if passed_on else ""
+    return flat
 
 
 def compare(call: Callable[[], Any]) -> str:
     """One line: how the answers with and without the switch compare."""
-    (theirs, _), (ours, note) = answer(call, False), answer(call, True)
+    theirs = answer(call)
+    with torch_attn.replacing_flex() as handle:
+        ours = answer(call)
     if isinstance(theirs, Exception) and isinstance(ours, Exception):
         kinds = f"{type(theirs).__name__}, with the switch {type(ours).__name__}"
         same = type(theirs) is type(ours)
@@ -266,13 +252,13 @@ def compare(call: Callable[[], Any]) -> str:
             pair = one.double().nan_to_num(), other.double().nan_to_num()
             error = (pair[0] - pair[1]).norm() / pair[0].norm().clamp_min(1e-3)
             worst = max(worst, error.item() / (1e-5 if one.dtype in (torch.float32, F64) else 1e-2))
+    note = ", passed on to PyTorch" if handle.passed_on else ""
     return f"{'alike' if worst < 1 else f'differ: {worst:.0f} times the tolerance'}{note}"
 
 
 def main() -> None:
     """Compares all calls and writes the result."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
+    _outside.begin()
     _outside.allow_derivatives_in_torch()
     rows = {name: compare(call) for name, call in CASES.items()}
     counts = collections.Counter(text.split(":")[0] for text in rows.values())

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import os
 import pathlib
@@ -30,11 +31,12 @@ import sys
 import time
 import types
 import unittest
-import warnings
 
 import _outside
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+import torch_attn
 
 # Why a test fails although no result of torch_attn is wrong: the first pattern that the end of its
 # traceback matches. What matches none is a difference of results, or another error.
@@ -127,7 +129,7 @@ def load(path: pathlib.Path, length: int, backend: str | None) -> types.ModuleTy
 
         @functools.wraps(getattr(function, "func", function))
         def call(*arguments, **more):
-            with _outside.replacing():
+            with torch_attn.replacing_flex():
                 return function(*arguments, **more)
 
         return call
@@ -172,16 +174,11 @@ class Once(unittest.TestResult):
 
 def run(test: unittest.TestCase, whole: bool) -> tuple[str, str, int, int]:
     """Runs a test; returns its outcome, the reason, and how torch_attn answered its calls."""
-    calls, passed_on = _outside.COUNTS.calls, _outside.COUNTS.passed_on
     result = Once()
     torch.manual_seed(0)
-    if whole:
-        with _outside.replacing():
-            test.run(result)
-    else:
-        test.run(result)
-    counts = _outside.COUNTS
-    return result.outcome, result.why, counts.calls - calls, counts.passed_on - passed_on
+    with torch_attn.replacing_flex() if whole else contextlib.nullcontext():
+        _, calls, passed_on = _outside.counted(test.run, result)
+    return result.outcome, result.why, calls, passed_on
 
 
 def reason(name: str, why: str) -> str:
@@ -214,10 +211,8 @@ def some(tests: list, text: str, each: int) -> list:
 
 def main() -> None:
     """Runs the tests and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("path", type=pathlib.Path, help="test_flex_attention.py of PyTorch")
+    parser = _outside.arguments_of(__doc__, "test_flex_attention.py of PyTorch")
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--plant", choices=["output", "scores"])
     parser.add_argument("--compile", metavar="BACKEND")
     parser.add_argument("--each", type=int, metavar="N")
     parser.add_argument("-k", default="", metavar="WORD")
@@ -225,11 +220,9 @@ def main() -> None:
     parser.add_argument("--name", help="for the file of the result")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
     os.environ["PYTORCH_PRINT_REPRO_ON_FAILURE"] = "0"
-    torch.set_num_threads(2)
+    _outside.begin(options.plant)
     _outside.allow_derivatives_in_torch()
-    _outside.plant(options.plant)
     module = load(options.path, options.length, options.compile)
     tests = [
         test

@@ -12,16 +12,16 @@ results/transformers_flex.txt. `--plant output` (or `scores`) spoils torch_attn:
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 import traceback
-import warnings
 
 import _outside
 import torch
 import transformers
+
+import torch_attn
 
 SMALL = {
     "vocab_size": 99,
@@ -109,25 +109,21 @@ def compare(family: str, case: str) -> tuple[str, str]:
     """Trains a step in both ways; returns "passed", "failed" or "theirs", and why."""
     name, options = FAMILIES[family]
     model_class = getattr(transformers, name)
-    calls, passed_on = _outside.COUNTS.calls, _outside.COUNTS.passed_on
     config = model_class.config_class(**options)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     try:
         expected, of_eager = step(model_class, config, "eager", case, family)
-        with _outside.replacing():
+        with torch_attn.replacing_flex() as handle:
             loss, gradients = step(model_class, config, "flex_attention", case, family)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         if any(frame.name == "create_block_mask" for frame in frames):
-            return (
-                "theirs",
-                "torch.compile of PyTorch's create_block_mask, which is no call of ours",
-            )
+            of_torch = "torch.compile of PyTorch's create_block_mask, which is no call of ours"
+            return "theirs", of_torch
         where = frames[-1]
         text = str(error).strip().split("\n")[0]
         return "failed", f"{type(error).__name__}: {text} ({where.filename}, line {where.lineno})"
-    calls, passed_on = _outside.COUNTS.calls - calls, _outside.COUNTS.passed_on - passed_on
     errors = {"loss": (loss - expected).abs() / expected.abs()}
     for parameter, gradient in gradients.items():
         if (gradient is None) != (of_eager[parameter] is None):
@@ -136,44 +132,30 @@ def compare(family: str, case: str) -> tuple[str, str]:
             of = of_eager[parameter].norm().clamp_min(1e-6)
             errors[parameter] = (gradient - of_eager[parameter]).norm() / of
     worst = max(errors, key=lambda name: errors[name])
-    text = f"{calls} calls, {passed_on} passed on; largest error {errors[worst]:.1e}, of {worst}"
-    return ("passed" if calls and errors[worst] < 2e-4 else "failed"), text
+    text = f"{handle.calls} calls, {handle.passed_on} passed on"
+    text += f"; largest error {errors[worst]:.1e}, of {worst}"
+    return ("passed" if handle.calls and errors[worst] < 2e-4 else "failed"), text
 
 
 def main() -> None:
     """Compares the families and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = _outside.arguments_of(__doc__)
     parser.add_argument("families", nargs="*", default=list(FAMILIES), metavar="FAMILY")
-    parser.add_argument("--plant", choices=["output", "scores"])
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
+    _outside.begin(options.plant)
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(2)
-    _outside.plant(options.plant)
     # Not what another build of torch_attn left there.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="transformers_flex_")
-    lines = _outside.versions(transformers=transformers.__version__, fault=options.plant or "none")
-    outcomes = []
-    start = time.time()
-    table = []
+    start, table = time.time(), []
     for family in options.families:
         for case in ("whole", "padded", "packed"):
             if case == "packed" and family in ("Bert", "T5"):
                 continue
             outcome, text = compare(family, case)
-            outcomes.append(outcome)
             table.append(f"{outcome}  {family:8} {case:7} {text}")
             print(table[-1], flush=True)
-    lines.append(f"seconds       {time.time() - start:.0f}")
-    lines += [
-        "",
-        ", ".join(f"{outcomes.count(word)} {word}" for word in ("passed", "failed", "theirs")),
-        "",
-        *table,
-    ]
-    _outside.write(
-        "_".join(["transformers_flex", *([options.plant] if options.plant else [])]), lines
-    )
+    version = transformers.__version__
+    _outside.report("transformers_flex", options.plant, start, table, transformers=version)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Makes programs as users keep them, in files: `python -m tests.programs.make FOLDER`.
 
 The programs of a folder here were made by the commit that it is named after, with torch 2.13.
-`tests/test_programs.py` says whether they still run.
+`tests/test_kept_files.py` says whether they still run.
 """
 
 from __future__ import annotations

@@ -21,34 +21,12 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from tests._variants import BUILD, ROOT, build_library, newest_clang
 
-# The core of the tests, one in this many: a number that has no factor in common with the
-# numbers of instruction sets and of dtypes, and so meets all of these.
-CORE = [
-    f"tests/test_{name}.py"
-    for name in (
-        "forward",
-        "backward",
-        "derivatives",
-        "nan",
-        "dropout",
-        "validate",
-        "properties",
-        "weights",
-        "stats",
-        "stats_hidden",
-        "stats_subsystems",
-        "nn",
-        "flex",
-        "flex_values",
-        "program_rewrites",
-        "options",
-        "varlen",
-        "paged",
-        "quantized",
-    )
-]
-CORE_EVERY = 37
-# All doors, without those that are wrong on purpose; a peak of memory says nothing here.
+# Of the tests that run kernels, one in this many: a number that has no factor in common with the
+# numbers of instruction sets and of dtypes, and so meets all of these. Not a peak of memory, which
+# says nothing here, nor inductor, whose code no sanitizer sees.
+KERNELS = ["--kernels", "--tiers=quick,rest", "-k", "not peak and not inductor"]
+KERNELS_EVERY = 37
+# All doors, without those that are wrong on purpose.
 CONTRACT = ["tests/contract", "-k", "not wrong and not memory_is_linear"]
 
 # As many as leave a core to ThreadSanitizer, whose tests run in one process.
@@ -112,7 +90,7 @@ def check(
     errors: dict[str, str],
     tests: Sequence[tuple[int, Sequence[str]]],
 ) -> None:
-    """Every error is reported, and nothing in every n-th test: `tests` are pairs (n, names)."""
+    """Every error is reported, and nothing in one of n tests: `tests` are pairs (n, names)."""
 
     def reported(error: str) -> None:
         command = ["-m", "tests.sanitize.errors", error]
@@ -125,8 +103,7 @@ def check(
     print(f"{library.parts[-3]}: reported, as they must be: {', '.join(errors)}", flush=True)
 
     for every, names in tests:
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.sanitize.sample"]
-        options["ATTN_EVERY"] = str(every)
+        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--sample={number}/{every}"]
         status, text = run(library, preload, *command, *names, **options)
         if status != 0:
             raise SystemExit(f"{text}\n{library}: the tests fail")
@@ -148,7 +125,7 @@ def check_addresses() -> None:
         "ASAN_OPTIONS": "detect_leaks=0:malloc_fill_byte=255:max_malloc_fill_size=1073741824",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
     }
-    tests = [(CORE_EVERY, [*CORE, *PROCESSES]), (1, [*CONTRACT, *PROCESSES])]
+    tests = [(KERNELS_EVERY, [*KERNELS, *PROCESSES]), (1, [*CONTRACT, *PROCESSES])]
     check(library, preload, options, ADDRESS_ERRORS, tests)
 
 
@@ -179,6 +156,7 @@ def check_threads() -> None:
     check(library, [runtime, openmp], options, THREAD_ERRORS, tests)
 
 
+number = sys.argv[1]  # which sample it is: as many runs as KERNELS_EVERY, in a row, have all
 started = time.monotonic()
 with ThreadPoolExecutor() as both:
     for half in [both.submit(check_addresses), both.submit(check_threads)]:

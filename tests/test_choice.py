@@ -1,4 +1,4 @@
-"""The options of conftest.py that choose tests."""
+"""The options of `_choice.py`, which choose tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from _variants import run_python
 
 # They have tests of each tier, and some that are marked regression.
-SLOW = ["tests/test_amx.py", "tests/test_conftest.py"]
+SLOW = ["tests/test_amx.py", "tests/test_choice.py"]
 FILES = [*SLOW, "tests/test_nan.py"]
 # For each of the arguments, which are options of pytest, a line with the tests that would run.
 COLLECT = """
