@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ R, Rows = Replicate(), Shard(2)
 CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}
 
 run, four = processes_of(2, 3), processes_of(4)
-two, three = processes_of(2), processes_of(3)
 
 
 def on_mesh(cut: str) -> Callable[[str, Tensor], DTensor]:
@@ -75,19 +75,18 @@ def check_case(case: str, cut: str, method: str) -> None:
             assert_same(tensor.full_tensor(), expected[name], name)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("case", cases("two dimensions", "mask of rows that see no keys"))
-def test_results_are_those_of_one_process(two: Processes, case: str, cut: str, method: str) -> None:
-    two(check_case, case, cut, method)
+def going_round(cases: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Each case with each method and with each cut, and each method with each cut."""
+    cuts, rounds = [*CUTS], itertools.product(enumerate(cases), enumerate(METHODS))
+    return [(case, cuts[(n + m) % len(cuts)], method) for (n, case), (m, method) in rounds]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", cases("two dimensions", "mask of rows that see no keys"))
-def test_results_over_three_processes(three: Processes, case: str, method: str) -> None:
-    """What cuts all, and in turn what cuts queries or keys alone."""
-    three(check_case, case, "both", method)
-    three(check_case, case, "queries" if len(case) % 2 else "keys", method)
+@pytest.mark.parametrize(
+    ("case", "cut", "method"),
+    going_round(cases("two dimensions", "mask of rows that see no keys")),
+)
+def test_results_are_those_of_one_process(run: Processes, case: str, cut: str, method: str) -> None:
+    run(check_case, case, cut, method)
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -129,9 +128,7 @@ def check_packed(case: str, cut: str, method: str) -> None:
             assert_same(tensor.full_tensor(), expected[name], name)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize(("case", "cut", "method"), going_round(PACKED))
 def test_packed_sequences(run: Processes, case: str, cut: str, method: str) -> None:
     run(check_packed, case, cut, method)
 

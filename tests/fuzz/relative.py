@@ -49,7 +49,7 @@ def check(
     u = None if made.u is None else contiguous(made.u["output"])
     call = _accuracy.Problem(inputs, made.options, u, None)
     expected = call.to(torch.float64).solve(reference.sdpa)
-    errors = _accuracy.builtin_errors(call)
+    errors = call.builtin_errors
     _accuracy._known_errors.clear()
     ratios: dict[str, float] = {}
     if not expected or max(errors.values()) > 0.05 * max(map(largest, expected.values())):
