@@ -114,8 +114,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
         for wide, of in ((torch.float64, exact), (torch.float32, formula)):
             leaves = [t.detach().to(wide).requires_grad_() for t in x]
             of.append(results(reference.flex_attention, leaves, case(wide)))
-    # There weights and their gradients have 8 bits, or two parts of 8. csrc/cpu/simd/exp.inl has the
-    # error of the weights' sum. What the function captures has gradients in float32.
+    # These multiply weights and their gradients in 8 bits, or in two parts of 8. The sum of weights
+    # has an error that csrc/cpu/simd/exp.inl derives. What is captured has gradients in float32.
     rounds = torch.ops.attn._cpu_capability() in ("avx512_bf16", "amx")
     bits = {torch.bfloat16: 8, torch.float16: 16}.get(dtype, 0) if rounds else 0
     for n, kind in enumerate(t.dtype for t in found[0]):
