@@ -55,10 +55,10 @@ test: $(INSTALLED) $(LIBRARY) ## the tier "quick" of the tests: minutes on two c
 	@$(PYTEST) --tiers quick tests
 
 # ONLY: options of pytest that choose some of the tests, such as ONLY="--tiers rest,slow", those that `make test` leaves out.
-# NUMBER: which samples of the tests run over the sanitizers and on ARM; successive numbers take others.
+# NUMBER: which sample of the tests runs over the sanitizers; successive numbers take others.
 NUMBER := 1
 SANITIZE = $(BIN)/python -m tests.sanitize $(NUMBER)
-ARM = $(BIN)/python -m tests.arm $(TORCH_VERSION) $(NUMBER)
+ARM = $(BIN)/python -m tests.arm $(TORCH_VERSION)
 # As on processors with fewer instructions than this one: of our kernels, of PyTorch's own and of the libraries it calls.
 # The bounds of the tests compare the two, so a test that passes here may fail there.
 AS_avx512 := ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_CBWR=AVX512

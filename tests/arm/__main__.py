@@ -28,10 +28,13 @@ NEEDED = {
     "apt-get": "apt",
     machine.KEYRING: "debian-archive-keyring",
 }
-# Of the quick tests that run kernels takes one in this many, but none of inductor, which would
-# compile for this machine's own processor.
+# Takes one test in eight, but none of inductor, which would compile for this
+# machine's own processor.
 EVERY = 8
-KERNELS = ["--kernels", "--tiers=quick", "-k=not [default and not inductor and not peak"]
+SUITE = ["forward", "backward", "derivatives", "autograd", "func", "options", "compile", "replace"]
+SUITE += ["flex", "flex_values", "program_rewrites", "mods"]
+TESTS = [f"tests/test_{name}.py" for name in SUITE]
+SAMPLE = ["--tiers=quick", "-k=not [default and not inductor and not peak"]
 PROBLEMS, FUNCTIONS = 150, 40
 OBJECTS = HERE / "package" / "objects"
 COMPILERS = {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++"}
@@ -68,12 +71,12 @@ def test_cpp(library: Path) -> None:
     run("ctest", *ctest, **beside_torch)
 
 
-def test_python(number: str) -> None:
+def test_python() -> None:
     # On one thread: on several, the BLAS in torch's wheel has instructions of ARMv8.1.
     run(PYTHON, "tests/old_processor.py", "neon", QEMU_CPU=OLDEST, OMP_NUM_THREADS="1")
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run(PYTHON, *pytest, "tests/test_library.py::test_threads_are_torchs")
-    run(PYTHON, *pytest, "--numprocesses=auto", *KERNELS, f"--sample={number}/{EVERY}")
+    run(PYTHON, *pytest, "--numprocesses=auto", *SAMPLE, f"--sample=1/{EVERY}", *TESTS)
 
 
 def fuzz() -> None:
@@ -111,5 +114,5 @@ if __name__ == "__main__":
     # Much of what each does waits for one core.
     with ThreadPoolExecutor() as both:
         others = both.submit(lambda: (test_wheel(), test_cpp(library), fuzz()))
-        test_python(sys.argv[2])
+        test_python()
         others.result()
