@@ -38,7 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def gradients(attention: Callable[..., Tensor]) -> list[Any]:
-    """Of a loss, in query, key and value."""
+    """The gradients of a loss by query, key and value."""
     leaves = [t.requires_grad_() for t in inputs()]
     attention(*leaves).square().sum().backward()
     return [t.grad for t in leaves]

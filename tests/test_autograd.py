@@ -184,7 +184,7 @@ def opcheck(name: str, inputs: Inputs, options: dict[str, Any]) -> None:
     ],
 )
 def test_opcheck_of_options(name: str, which: str) -> None:
-    """Of 2 sequences with 3 heads, 5 queries and 7 keys."""
+    """The inputs are 2 sequences with 3 heads, 5 queries and 7 keys."""
     positions = {
         "window_size": [3, 1],
         "query_offset": torch.tensor([2, -1]),

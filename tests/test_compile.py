@@ -123,7 +123,7 @@ def test_one_compile_for_all_lengths(option: str, dynamic: bool | None, compiles
 
 @pytest.mark.parametrize("option", ["plain", "numbers"])
 def test_inference_has_one_operator(option: str) -> None:
-    """Of tensors without gradients, and of others where none is recorded."""
+    """Also if the tensors require gradients and none is recorded."""
     recorder = Recorder()
 
     def function(*x: Tensor) -> Tensor:

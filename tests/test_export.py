@@ -87,7 +87,7 @@ def exported(name: str, strict: bool = False) -> ExportedProgram:
 
 
 def check(program: Callable[..., Any], name: str, sizes: int | None = None) -> None:
-    """Of all sizes, or of so many."""
+    """Compares a program with its model, with all sizes of inputs or the first `sizes` ones."""
     model = MODELS[name]
     for size in model.sizes[:sizes]:
         inputs = model.make(*size)

@@ -108,7 +108,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
         return Case(score, lambda b, h, i, j: i + 30 >= j, [table, bound])
 
     found, exact, formula = [], [], []
-    for seed in range(24):  # the largest error of many problems, because that of one is luck
+    for seed in range(24):  # the error of one problem is luck
         x = tensors(queries=70, keys=90, dtype=dtype, seed=seed)
         found.append(results(torch_attn.flex_attention, x, case(torch.float32), return_lse=True))
         for wide, of in ((torch.float64, exact), (torch.float32, formula)):

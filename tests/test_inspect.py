@@ -22,7 +22,7 @@ EPSILON = torch.finfo(torch.float32).eps
 def close(actual: Any, expected: Any) -> None:
     """Compares weights, which are at most 1, to the rounding of a few layers in float32.
 
-    Of one layer, or of as many layers as are expected.
+    Takes one tensor, or a list with a tensor per layer.
     """
     torch.testing.assert_close(actual, expected, rtol=0, atol=64 * EPSILON)
 

@@ -289,7 +289,7 @@ def fake_tensors_have_the_same_shapes(door: Door, call: str) -> None:
 
 
 def strides(x: Tensor) -> list[int]:
-    """The strides of dimensions of a size above 1. Those of others mean nothing."""
+    """The strides, but for dimensions of size 1, where a stride means nothing."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 

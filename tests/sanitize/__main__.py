@@ -21,9 +21,9 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from tests._variants import BUILD, ROOT, build_library, newest_clang
 
-# Of the tests that run kernels, one in this many: a number that has no factor in common with the
-# numbers of instruction sets and of dtypes, and so meets all of these. Not a peak of memory, which
-# says nothing here, nor inductor, whose code no sanitizer sees.
+# One in 37 of the tests that run kernels. The number of instruction sets and the number of dtypes
+# do not divide 37, so a sample has all of them. Left out: tests of peak memory, because sanitizers
+# need memory too, and of inductor, because its code is not instrumented.
 KERNELS = ["--kernels", "--tiers=quick,rest", "-k", "not peak and not inductor"]
 KERNELS_EVERY = 37
 # All doors, without those that are wrong on purpose.
