@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 import subprocess
 import tempfile
@@ -24,7 +25,9 @@ _SAID = tempfile.NamedTemporaryFile(prefix="attn-sizes-")  # noqa: SIM115, as lo
 # Every test is in one of them.
 TIERS = {
     "quick": "one case of each test, instruction set and dtype; all of those marked regression",
-    "rest": "the other cases, but none of the slowest instruction set, which is default",
+    "rest": "other cases, until every two values of parameters meet, and what is marked long; none "
+    "of the slowest instruction set, which is default",
+    "product": "the cases that are left of the product of three and more parameters",
     "slow": "what is marked slow: it compiles variants, runs whole programs, or trains",
 }
 
@@ -125,7 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # The slowest instruction set, whose kernels are compiled from the sources of the others.
     left_to_quick = {i for i in own if _capability(i) == "default" and len(CPU_CAPABILITIES) > 1}
     own = [i for i in own if i in quick or _slow(i) or i not in left_to_quick]
-    tier = {i: "slow" if _slow(i) else "quick" if i in quick else "rest" for i in own}
+    tier = dict.fromkeys(own, "product") | dict.fromkeys(_pairs(own, quick), "rest")
+    tier |= dict.fromkeys(quick, "quick") | {i: "slow" for i in own if _slow(i)}
     slow = [i for i in own if tier[i] == "slow"]
     share, shares = _part(config, "--share")
     left_out = _other_shares(slow, share, shares)
@@ -248,6 +252,10 @@ def _dtypes(item: pytest.Item) -> set[torch.dtype]:
     return {value for value in given if isinstance(value, torch.dtype)}
 
 
+def _function(item: pytest.Item) -> str:
+    return getattr(item, "originalname", item.name)
+
+
 def _slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
 
@@ -258,8 +266,8 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     Which one is spread evenly.
     """
     cases: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
-    for item in filter(lambda i: not _slow(i), items):
-        function = getattr(item, "originalname", item.name)
+    for item in filter(lambda i: not _slow(i) and not i.get_closest_marker("long"), items):
+        function = _function(item)
         each = item.get_closest_marker("each")
         regression = item.name if item.get_closest_marker("regression") else ""
         regression += str([_params(item)[name] for name in each.args]) if each else ""
@@ -269,3 +277,36 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
         group[zlib.crc32(f"{function} {kernels}".encode()) % len(group)]
         for (_, function, kernels, _), group in cases.items()
     ]
+
+
+def _pairs(items: list[pytest.Item], chosen: set[pytest.Item]) -> list[pytest.Item]:
+    """Takes cases of each test, those chosen first, until every two values of parameters meet."""
+    tests: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
+    for item in filter(lambda i: not _slow(i), items):
+        tests[item.path, getattr(item, "cls", None), _function(item)].append(item)
+    taken = []
+    for cases in tests.values():
+        # A value meets itself, so that a test of one parameter has each.
+        pairs = {i: set(itertools.combinations_with_replacement(_values(i), 2)) for i in cases}
+        met: set[Any] = set()
+        while pairs:
+            case = max(pairs, key=lambda i: (i in chosen, len(pairs[i] - met)))
+            if case not in chosen and met.issuperset(pairs[case]):
+                break
+            met |= pairs.pop(case)
+            taken.append(case)
+    return taken
+
+
+def _values(case: pytest.Item) -> list[Any]:
+    """What tells the case from the others of its test, one value a parameter.
+
+    The names of one decorator are one parameter. Instruction set and dtype are one, too, because
+    together they choose the code.
+    """
+    values = _params(case)
+    names = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    together = [n.replace(" ", "").split(",") if isinstance(n, str) else n for n in names]
+    together += [[name] for name in values if not any(name in names for names in together)]
+    code = _capability(case), *sorted(map(str, _dtypes(case)))
+    return [code, *((*names, *(id(values[name]) for name in names)) for names in together)]

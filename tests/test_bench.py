@@ -181,6 +181,7 @@ def test_gpt_with_keys_and_values_of_8_bits(bench: Any) -> None:
         torch.testing.assert_close(decoded, model(tokens).double(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_bench_of_8_bits(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import eight_bits
 
@@ -221,6 +222,7 @@ VISIBLE = {  # of the numbers of queries and keys: how many pairs
 }
 
 
+@pytest.mark.long
 def test_masked_rows(bench: Any) -> None:
     import masked
 
@@ -445,6 +447,7 @@ def test_tables_of_what_is_new(bench: Any) -> None:
     assert "| k | 512 | 2 | 10 |" in text
 
 
+@pytest.mark.long
 def test_chart_of_new_and_old_results(bench: Any, tmp_path: Path) -> None:
     import chart
 

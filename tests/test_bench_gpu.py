@@ -15,6 +15,8 @@ import torch
 from helpers import GPU
 from test_bench import BENCHMARKS, imported, render, run, silent
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def gpu() -> Iterator[Any]:

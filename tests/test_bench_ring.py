@@ -19,6 +19,8 @@ from test_bench import imported, run
 from torch_attn.distributed._layout import Call, Layout
 from torch_attn.distributed._methods import sent
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ring() -> Iterator[Any]:

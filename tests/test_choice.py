@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from _variants import run_python
@@ -18,11 +20,31 @@ for options in sys.argv[1:]:
     print([line for line in said.getvalue().splitlines() if "::" in line])
 """
 
+# A test of four parameters, whose ids tell them.
+PRODUCT = "tests/test_forward.py::test_tasks_that_share_keys"
+
+
+@pytest.mark.long
+def test_every_two_parameters_meet_in_rest() -> None:
+    tiers = "quick,rest", "product", "quick,rest,product"
+    lines = run_python("-c", COLLECT, *(f"--tiers {t} {PRODUCT}" for t in tiers)).splitlines()
+    rest, product, everything = (set(eval(line)) for line in lines)
+    assert rest | product == everything
+    assert product - rest == product != set()
+
+    def meetings(cases: set[str]) -> set[tuple[str, ...]]:
+        ids = [case.partition("[")[2].rstrip("]").split("-") for case in cases]
+        # Kernels and dtype, which choose the code, are one parameter.
+        values = [(f"{kernels} {dtype}", causal, E) for kernels, causal, E, dtype in ids]
+        return {pair for case in values for pair in itertools.combinations(case, 2)}
+
+    assert meetings(rest) == meetings(everything)
+
 
 @pytest.mark.slow  # collects tests six times
 def test_shares_have_slow_files_once_and_all_else_always() -> None:
     options = [
-        "--tiers quick,rest",
+        "--tiers quick,rest,product",
         "--tiers slow",
         "-m regression",
         *(f"--share {k}/2" for k in (42, 43)),

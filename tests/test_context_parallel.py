@@ -18,6 +18,8 @@ import torch_attn
 from _processes import Processes, processes_of
 from torch_attn.distributed import context_parallel
 
+pytestmark = pytest.mark.long
+
 run = processes_of(2, 3)
 
 

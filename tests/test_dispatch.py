@@ -75,6 +75,7 @@ def test_fastest_is_the_default(name: str | None) -> None:
     assert run_forced(name).stdout.split() == [fast[-1]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*NEEDS, "AVX2", "sse", "avx1024"])
 def test_environment_variable(name: str) -> None:
     """Forces an instruction set; one that the machine lacks, or no machine has, is an error."""

@@ -167,6 +167,7 @@ def compare(
     return [t.placements for t in (output, *statistics)], communication.get_total_counts()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", LOCAL)
 def test_without_communication(run: Processes, case: str) -> None:
     *given, of_output = LOCAL[case]
@@ -318,10 +319,12 @@ def heads_over_two_dimensions() -> None:
         assert output.placements == (first, second), heads
 
 
+@pytest.mark.long
 def test_heads_over_two_dimensions() -> None:
     in_fresh_process(heads_over_two_dimensions)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "is_imported"),
     [

@@ -22,6 +22,8 @@ from _processes import Processes, processes_of
 from _sequences import METHODS, own_leaf, own_part, under
 from torch_attn import reference
 
+pytestmark = pytest.mark.long
+
 run, two = processes_of(2, 4), processes_of(2)
 
 

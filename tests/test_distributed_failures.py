@@ -20,6 +20,8 @@ import torch_attn
 from _processes import Processes, processes_of
 from _sequences import METHODS, under
 
+pytestmark = pytest.mark.long
+
 run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
 
 

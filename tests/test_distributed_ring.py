@@ -36,6 +36,8 @@ from torch_attn import reference
 from torch_attn.distributed._layout import Call, Layout
 from torch_attn.distributed._methods import sent
 
+pytestmark = pytest.mark.long
+
 run = processes_of(2, 3)
 
 

@@ -22,6 +22,8 @@ from _sequences import CASES, LEARNED, METHODS, cases, derivatives, made
 from helpers import largest, ulp
 from torch_attn import reference
 
+pytestmark = pytest.mark.long
+
 R, Rows = Replicate(), Shard(2)
 # Whether queries, and keys with values, are cut.
 CUTS = {"both": (Rows, Rows), "queries": (Rows, R), "keys": (R, Rows)}

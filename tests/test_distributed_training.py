@@ -22,6 +22,8 @@ from _distributed import Attention, assert_same
 from _processes import Processes, processes_of
 from _sequences import METHODS, Counted, own_leaf, own_part, under
 
+pytestmark = pytest.mark.long
+
 run, two, four = processes_of(2, 4), processes_of(2), processes_of(4)
 
 

@@ -124,6 +124,7 @@ def run_saved(path: str, name: str) -> None:
     check(torch.export.load(path).module(), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mask", "offsets and lengths"])
 def test_saved_program(name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "program.pt2")
@@ -188,6 +189,7 @@ def names_of(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DOORS)
 def test_every_door_is_exported_and_packaged(name: str, tmp_path: Path) -> None:
     class Door(nn.Module):
@@ -223,6 +225,7 @@ def run_script(path: str) -> None:
     check(torch.jit.load(path), "mask")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("how", ["trace", "script of the operator"])
 def test_torchscript(how: str, tmp_path: Path) -> None:
@@ -359,6 +362,7 @@ def train_saved(path: str) -> list[Tensor]:
     return trained(program, program)
 
 
+@pytest.mark.long
 def test_training_step_holds_public_operators_only(tmp_path: Path) -> None:
     """Exported, decomposed, saved; loaded in another process it trains as the module does."""
     program = torch.export.export(Step(), (torch.randn(2, 6, 8),))

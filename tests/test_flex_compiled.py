@@ -178,6 +178,7 @@ def test_layers_share_a_graph_while_their_numbers_change() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 def test_vmap_in_a_compiled_function() -> None:
     """Views of a mapped table."""
     samples = torch.randn(3, 5, 1, H, L, 16)

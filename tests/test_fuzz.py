@@ -394,6 +394,7 @@ def test_one_problem() -> None:
     assert "torch.manual_seed" in run.stdout
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_functions_of_the_pair() -> None:
     with cpu_capability_set_to("default"):  # and back, after those that the problems set
@@ -408,6 +409,7 @@ def drawn(index: int) -> grammar.Grammar:
     return grammar.Grammar(rng, sizes, captured, in_mask=False)
 
 
+@pytest.mark.long
 def test_the_grammar_writes_every_operation() -> None:
     """A new operation in the tracer's table fails here until the grammar has it."""
     assert set(grammar.WRITTEN) | set(grammar.ALIASES) == set(RULES)

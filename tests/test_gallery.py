@@ -90,6 +90,7 @@ def test_functions_compute_what_pytorch_computes_over_all_pairs(gallery: Any) ->
             same(entry.name, grads, expected)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_pytorchs_flex_attention_takes_the_same_functions(gallery: Any) -> None:
     """Without torch.compile, which takes seconds for each; `make gallery` compiles them."""

@@ -95,6 +95,7 @@ def test_peak_grows_linearly(option: str) -> None:
     assert large <= 96 << 20, (small, large)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("derive", [double_backward, over_forward, over_reverse])
 @pytest.mark.parametrize("option", ["causal", "all"])
 def test_peak_of_second_derivatives_grows_linearly(option: str, derive: Callable[..., Any]) -> None:
@@ -145,6 +146,7 @@ def run_guarded(capability: str, at_end: bool) -> int:
     return calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
 def test_nothing_is_read_beyond(cpu_capability: str, at_end: bool) -> None:
     """A read outside of an input, even one whose value is not used, ends the process."""
@@ -156,6 +158,7 @@ def read_beyond() -> None:
     torch.frombuffer(GuardedMemory(64, at_end=True).map, dtype=torch.uint8).sum()
 
 
+@pytest.mark.long
 def test_a_read_beyond_would_be_noticed() -> None:
     with pytest.raises(Exception, match="terminated abruptly"):
         in_fresh_process(read_beyond)

@@ -212,6 +212,7 @@ class AnyCalls(RuleBasedStateMachine):
 RUNS = settings(max_examples=60, stateful_step_count=40)
 
 
+@pytest.mark.long
 def test_any_calls(device: str) -> None:
     with bits_promised(device):
         run_state_machine_as_test(AnyCalls, settings=RUNS)

@@ -133,6 +133,7 @@ def assert_apart(found: list[tuple[Text, Bbox]], kind: str) -> None:
 LAYOUTS = ["one", "2 x 3", "subfigures", "constrained", "free in constrained", "adjusted", "tight"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", ["the cat sat on it", SENTENCE[6:64]])
 def test_the_bar_of_given_axes_covers_nothing(layout: str, tokens: str) -> None:
@@ -490,6 +491,7 @@ def test_no_setting_of_matplotlib_is_changed() -> None:
     run_python("-c", script)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("missing", "call"),
     [

@@ -40,6 +40,7 @@ def total() -> float:
     return ranks.item()
 
 
+@pytest.mark.long
 @pytest.mark.regression
 @pytest.mark.parametrize(
     ("happens", "error"),

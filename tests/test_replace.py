@@ -594,6 +594,7 @@ assert "torch._dynamo" not in sys.modules
     )
 
 
+@pytest.mark.long
 def test_the_warning_of_other_overrides_is_left() -> None:
     """Some releases of PyTorch warn once that a kernel is overridden. That stays unused."""
     code = """

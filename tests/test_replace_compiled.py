@@ -92,6 +92,7 @@ def stored_and_found(folder: str, change: str) -> tuple[int, int]:
     return counted["autograd_cache_hit"], counted["autograd_cache_miss"]
 
 
+@pytest.mark.long
 def test_caches_on_disk_are_of_one_build(tmp_path: Path) -> None:
     """A graph of another build may hold operators with other arguments."""
     assert "torch_attn " in torch.compiler.config.cache_key_tag

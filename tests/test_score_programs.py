@@ -770,6 +770,7 @@ def test_limits_hold_every_number(name: str) -> None:
     assert nearest > 40 or name in ("or", "xor")  # whose limits are powers of 2
 
 
+@pytest.mark.long
 def test_compile_knows_every_operator() -> None:
     """torch.compile calls some of them by other functions than Python does."""
     x = torch.randn(3, B, H, S, 8)

@@ -234,6 +234,7 @@ def test_causal_bias_in_programs(variant: str) -> None:
     torch.testing.assert_close(exported.module()(*inputs[:3]), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["torch_attn", "torch.nn.attention.bias"])
 def test_causal_bias_imported_before_or_after(first: str) -> None:
     code = f"""

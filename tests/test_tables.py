@@ -75,6 +75,7 @@ def test_gradients_that_are_not_asked_for_are_empty() -> None:
     assert sizes == [[0, tables[1].numel(), 0, 0, tables[4].numel()]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("learned", [range(6), (1, 5)])
 def test_gradcheck(learned: Sequence[int]) -> None:
     x = tensors(batch=1, heads=2, key_heads=1, queries=3, keys=4, head_dim=2)

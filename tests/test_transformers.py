@@ -232,6 +232,7 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", BROKEN)
 def test_who_is_to_blame(which: str, tmp_path: Path) -> None:
     """The package that does not work is named, with its own message, and it is the cause."""

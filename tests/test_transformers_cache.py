@@ -238,6 +238,7 @@ def test_a_prompt_under_inference_mode() -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_compiled_model() -> None:
     model, ids = model_of("Llama"), tokens(2, 12)
     compiled = torch.compile(model, backend="eager")

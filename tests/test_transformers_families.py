@@ -304,6 +304,7 @@ def test_outputs_and_gradients_are_those_of_eager(kind: str, name: str, side: st
     assert not actual.output.isnan().any()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_in_float64")
 def test_a_trained_model() -> None:
     """MiniLM, whose weights are in a package, over sentences of different lengths."""

@@ -255,6 +255,7 @@ def generation(new: int) -> GenerationConfig:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of generation one by one, with eager attention too; no mask is made."""

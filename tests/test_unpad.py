@@ -355,6 +355,7 @@ def test_sequences_never_attend_to_each_other() -> None:
         AIM.eval()(**batch(side="left"))
 
 
+@pytest.mark.long
 def test_a_causal_mask_of_a_graph_is_refused() -> None:
     torch.compiler.reset()
     with unpad(AIM), pytest.raises(ValueError, match="a graph cannot tell whether its mask is cau"):
@@ -587,6 +588,7 @@ def test_the_largest_tensor_is_that_of_the_tokens() -> None:
         assert largest() == (64 + 15 * 8) * 256 < padded  # neither a mask nor embeddings
 
 
+@pytest.mark.long
 def test_a_graph_breaks_once_and_is_not_compiled_for_every_batch() -> None:
     torch.compiler.reset()
     counter = CompileCounter()

@@ -472,6 +472,7 @@ def test_nothing_outside_is_read(at_end: bool) -> None:
             torch_attn.varlen_attn(query, cu_seq_q=cu_seq([1, 3, 1]), max_q=3, max_k=64, **paged)
 
 
+@pytest.mark.long
 def test_many_sequences() -> None:
     """More than are planned at a time: the same bits as alone, and little memory for each."""
     in_fresh_process(call_with_many_sequences)

@@ -136,6 +136,7 @@ def test_an_error_is_a_warning(module: str) -> None:
         when_imported(module, function)
 
 
+@pytest.mark.long
 @pytest.mark.regression
 def test_reloading_the_package() -> None:
     """It has said all there is to say."""

@@ -98,6 +98,7 @@ def is_found(name: str) -> bool:
     return bool(failures(door, check, taken(door, check)[:4]))
 
 
+@pytest.mark.long
 @pytest.mark.each("name")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_door_is_found(name: str) -> None:
