@@ -1,6 +1,7 @@
 """``python -m torch_attn`` prints the environment, for a bug report.
 
-With ``--cmake-prefix-path`` it prints where CMake finds the package.
+With ``--cmake-prefix-path`` it prints where CMake finds the package. ``python -m torch_attn bench``
+measures what this processor gains.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 import torch_attn
+from torch_attn import _bench
 from torch_attn._library import LIBRARY, built_with
 
 
@@ -18,15 +20,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torch_attn", description="Prints the environment, for a bug report."
     )
+    parser.add_argument("--version", action="version", version=torch_attn.__version__)
     parser.add_argument(
         "--cmake-prefix-path",
         action="store_true",
         help="print instead what CMAKE_PREFIX_PATH needs for find_package(attn), torch's included",
     )
-    if parser.parse_args().cmake_prefix_path:
+    commands = parser.add_subparsers(dest="command", metavar="bench")
+    what = "measure how fast this processor is beside PyTorch's attention"
+    bench = commands.add_parser("bench", help=what, description=f"{what.capitalize()}.")
+    bench.add_argument("--seconds", type=float, default=30.0, help="about how long (30)")
+    bench.add_argument("--json", type=Path, help="also write the numbers to this file")
+    arguments = parser.parse_args()
+    if arguments.command == "bench":
+        _bench.bench(arguments.seconds, _machine(), arguments.json)
+    elif arguments.cmake_prefix_path:
         print(f"{LIBRARY.resolve().parent};{torch.utils.cmake_prefix_path}")
     else:
         print_environment()
+
+
+def _machine() -> dict[str, str]:
+    """What the times of a measurement depend on."""
+    return {
+        "CPU": _cpu_model(),
+        "instruction set": torch.ops.attn._cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "torch_attn": torch_attn.__version__,
+    }
 
 
 def print_environment() -> None:
