@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import torch_attn
 from _memory import LargestAllocation
 from torch_attn.integrations import _unpad
-from torch_attn.integrations.transformers import register, unpad
+from torch_attn.integrations.transformers import register, restore_unpad, unpad
 
 LAYERS, LENGTHS, L = 3, (9, 1, 14, 0, 5), 14
 SIZES = {
@@ -401,12 +402,75 @@ def test_handles_are_removed_in_any_order() -> None:
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_copy_made_meanwhile_is_refused() -> None:
-    model = bert()
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["transformers", "torch"])
+def test_a_copy_made_meanwhile_computes_padding_and_may_be_unpadded(kind: str, way: str) -> None:
+    model: Any = bert() if kind == "transformers" else converted()
+    keep = batch()["attention_mask"].bool()
+    x = torch.randn(*keep.shape, 32)
+
+    def call(m: Any) -> Tensor:
+        if kind == "transformers":
+            return valid(m, batch())
+        return m(x, src_key_padding_mask=~keep)[keep]
+
+    expected = call(model)
     with unpad(model):
-        other = copy.deepcopy(model)
-    with pytest.raises(ValueError, match="BertModel is a copy, made while unpad was on"):
-        unpad(other)
+        other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+        close(call(model), expected)
+    if kind == "transformers":
+        assert other.config._attn_implementation == "sdpa"
+        other.set_attn_implementation("eager")
+    close(call(other), expected)
+    with unpad(other) as handle:
+        assert handle.tokens_given == 0
+        close(call(other), expected)
+        assert handle.tokens_computed == sum(LENGTHS)
+    assert "forward" not in vars(other)
+    assert hooks(other) == hooks(model)
+    close(call(other), expected)
+
+
+def test_a_handle_counts_tokens_and_says_whether_it_is_on() -> None:
+    model = bert()
+    handle = unpad(model)
+    assert repr(handle) == "<unpad of BertModel: on, 0 of 0 tokens computed>"
+    model(**batch())
+    model(**batch())
+    computed, given = 2 * sum(LENGTHS), 2 * len(LENGTHS) * L
+    assert (handle.tokens_computed, handle.tokens_given) == (computed, given)
+    tokens = f"{computed} of {given} tokens computed"
+    assert repr(handle) == f"<unpad of BertModel: on, {tokens}>"
+    handle.remove()
+    model(**batch())
+    assert repr(handle) == f"<unpad of BertModel: off, {tokens}>"
+
+
+def test_restore_unpad_needs_no_handle() -> None:
+    model = bert()
+    restore_unpad(model)  # does nothing
+    before = unpad(model)
+    unpad(model)
+    restore_unpad(nn.ModuleList([model]))
+    assert not hooks(model)
+    assert model.config._attn_implementation == "sdpa"
+    after = unpad(model)
+    before.remove()  # of a time that is over
+    assert "on," in repr(after)
+    after.remove()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_may_share_a_config(first: int) -> None:
+    models = [bert()]
+    models.append(hf.BertModel(models[0].config).eval())
+    expected = [valid(model, batch()) for model in models]
+    handles = [unpad(model) for model in models]
+    handles[first].remove()
+    for model, right in zip(models, expected, strict=True):
+        close(valid(model, batch()), right)
+    handles[1 - first].remove()
+    assert models[0].config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("kind", ["transformers", "torch"])

@@ -44,43 +44,92 @@ _plan_of_nn: ContextVar[_Plan | None] = ContextVar("torch_attn.unpad", default=N
 _lock = threading.Lock()
 _source: Any = functools.cache(inspect.getsource)  # getsource parses a whole file
 # For each stack that `unpad` has changed: how many handles there are, the forward in the stack's
-# __dict__ before the change (or None), and functions that undo the change.
+# __dict__ before the change (or None), functions that undo the change, and what is known of it.
 _on: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+# For each configuration, by its id, whose attention `unpad` has changed: the configuration, its
+# implementation before, and how many stacks that are on use it. Models may share one.
+_held: dict[int, list[Any]] = {}
 
 
 class Unpadded(contextlib.ExitStack):
-    """What :func:`~torch_attn.integrations.transformers.unpad` has turned on."""
+    """What :func:`~torch_attn.integrations.transformers.unpad` has turned on.
+
+    Attributes:
+        tokens_given: tokens in the batches that the model got since then, padding included.
+        tokens_computed: those of them that the model computed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model = type(model).__name__
+        self._stacks: list[_Stack] = []
         with _lock:
-            for stack, turn_on in _find(model):
+            for stack, known, turn_on in _find(model):
                 if stack not in _on:
-                    if _is_replaced(stack):
-                        name = type(stack).__name__
-                        raise ValueError(f"unpad: {name} is a copy, made while unpad was on")
-                    _on[stack] = [0, vars(stack).get("forward"), turn_on()]
+                    _forget(stack)
+                    _on[stack] = [0, vars(stack).get("forward"), turn_on(stack, known), known]
                 _on[stack][0] += 1
-                self.callback(_remove, stack)
+                self._stacks.append(_on[stack][3])
+                self.callback(_remove, stack, _on[stack])
+
+    @property
+    def tokens_given(self) -> int:
+        return sum(stack.given for stack in self._stacks)
+
+    @property
+    def tokens_computed(self) -> int:
+        return sum(stack.computed for stack in self._stacks)
+
+    def __repr__(self) -> str:
+        state = "on" if any(stack.is_on for stack in self._stacks) else "off"
+        tokens = f"{self.tokens_computed:,} of {self.tokens_given:,} tokens computed"
+        return f"<unpad of {self._model}: {state}, {tokens}>"
 
     remove = contextlib.ExitStack.close
 
 
-def _remove(stack: nn.Module) -> None:
+def restore(model: nn.Module) -> None:
+    """Removes all handles of a model."""
     with _lock:
-        _on[stack][0] -= 1
-        if not _on[stack][0]:
-            _, forward, undo = _on.pop(stack)
-            for function in undo:
-                function()
-            if _is_replaced(stack):  # else leaves the forward that other code has set
-                del stack.forward
-                if forward is not None:
-                    stack.forward = forward
+        for stack in model.modules():
+            if stack in _on:
+                _turn_off(stack)
+
+
+def _remove(stack: nn.Module, entry: list[Any]) -> None:
+    with _lock:
+        entry[0] -= 1
+        if not entry[0] and _on.get(stack) is entry:  # else restore() came before
+            _turn_off(stack)
+
+
+def _turn_off(stack: nn.Module) -> None:
+    _, forward, undo, _ = _on.pop(stack)
+    for function in undo:
+        function()
+    if _is_replaced(stack):  # else leaves the forward that other code has set
+        del stack.forward
+        if forward is not None:
+            stack.forward = forward
 
 
 def _is_replaced(stack: nn.Module) -> bool:
     return getattr(vars(stack).get("forward"), "func", None) in (_run, _run_nn)
+
+
+def _forget(stack: Any) -> None:
+    """Takes from a copy, made while `unpad` was on, what does nothing there."""
+    if not _is_replaced(stack):
+        return
+    before = stack.forward.args[-1]
+    del stack.forward
+    if getattr(before, "__func__", before) is not type(stack).forward:
+        stack.forward = before
+    ours = _before, _after, _refuse_replica, _attend
+    for module in stack.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, "func", hook) in ours]:
+                del hooks[key]
 
 
 @dataclass(eq=False)
@@ -146,21 +195,38 @@ class _Stack:
     is_relative: bool = False  # layers count how far tokens are from each other
     compute_bias: Any = None
     is_on: bool = True
+    before: tuple[str, ...] = ()  # the implementation in each of `configs`
+    given: int = 0  # tokens of all calls, and those computed
+    computed: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, by copy.deepcopy or pickle: there `unpad` is off."""
+        return {**vars(self), "is_on": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for config, name in zip(self.configs, self.before, strict=True):
+            config._attn_implementation_internal = name
+
+    def count(self, keep: Tensor) -> None:
+        with _lock:
+            self.given += keep.numel()
+            self.computed += int(keep.sum()) or keep.numel()
 
 
-def _find(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Returns a model's stacks, each with a function that starts unpadding in the stack.
+def _find(model: nn.Module) -> list[tuple[nn.Module, _Stack, Any]]:
+    """Returns a model's stacks, what is known of each, and a function that starts unpadding.
 
     Refuses models that `unpad` does not support.
     """
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     pretrained: Any = () if modeling is None else modeling.PreTrainedModel
-    found: list[tuple[nn.Module, Any]] = []
+    found: list[tuple[nn.Module, _Stack, Any]] = []
     layers: dict[nn.Module, list[nn.Module]] = {}
 
     def walk(module: nn.Module, owner: Any) -> None:
         if isinstance(module, nn.TransformerEncoder):
-            found.append((module, partial(_turn_on_nn, module, _check_nn(module))))
+            found.append((module, _check_nn(module), _turn_on_nn))
             return
         owner = module if isinstance(module, pretrained) else owner
         spec = (getattr(owner, "_can_record_outputs", None) or {}).get("hidden_states")
@@ -174,7 +240,7 @@ def _find(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     walk(model, None)
     for stack, own in layers.items():
         if "attention_mask" in inspect.signature(stack.forward).parameters:
-            found.append((stack, partial(_turn_on, stack, _check(model, stack, own), own)))
+            found.append((stack, _check(model, stack, own), partial(_turn_on, own)))
     if not found:
         raise ValueError(
             f"unpad: {type(model).__name__} has no nn.TransformerEncoder, and no layers that "
@@ -244,9 +310,11 @@ def _check_nn(stack: nn.TransformerEncoder) -> _Stack:
     )
 
 
-def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
-    before = [(config, config._attn_implementation) for config in known.configs]
-    undo = [partial(setattr, c, "_attn_implementation_internal", name) for c, name in before]
+def _turn_on(layers: list[Any], stack: Any, known: _Stack) -> list[Any]:
+    for c in known.configs:
+        _held.setdefault(id(c), [c, c._attn_implementation, 0])[2] += 1
+    known.before = tuple(_held[id(c)][1] for c in known.configs)
+    undo: list[Any] = [partial(_give_back, config) for config in known.configs]
     if not _attends(known):
         register_function(_NAME, attention_forward)
         stack.set_attn_implementation(_NAME)
@@ -265,6 +333,14 @@ def _turn_on(stack: Any, known: _Stack, layers: list[Any]) -> list[Any]:
     ]
     handles.append(_replace_forward(stack, _run, known))
     return [*(handle.remove for handle in handles), *undo]
+
+
+def _give_back(config: Any) -> None:
+    _, name, users = _held[id(config)]
+    _held[id(config)][2] -= 1
+    if users == 1:
+        del _held[id(config)]
+        config._attn_implementation_internal = name
 
 
 def _replace_forward(stack: nn.Module, run: Any, *known: Any) -> Any:
@@ -305,6 +381,7 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
         what = f"{stack.mask} must be a tensor [B, L]; it is {getattr(mask, 'shape', type(mask))}"
         raise ValueError(f"unpad: {stack.name}: {what}")
     keep = mask.bool() if stack.mask == "attention_mask" else mask == 0  # torch marks padding
+    stack.count(keep)
     if bool(keep.all() | ~keep.any()):  # models cannot compute 0 tokens
         return None
     asked = [name for name in _REFUSED if given.get(name) is not None and given[name] is not False]
@@ -313,9 +390,12 @@ def _make_plan(stack: _Stack, given: dict[str, Any]) -> _Plan | None:
     begins[:, 1:] &= ~keep[:, :-1]
     reason = ""
     if asked:
-        reason = f"{asked[0]} is given, but padding is not computed"
+        reason = f"{asked[0]} is given, but padding is not computed; call restore_unpad(model)"
     elif not _attends(stack):
-        reason = f"{stack.configs[0]._attn_implementation} attention would mix sequences"
+        name = stack.configs[0]._attn_implementation
+        reason = (
+            f"{name} attention would mix sequences; call restore_unpad(model) before setting it"
+        )
     elif mask.is_floating_point() and not stack.configs and bool(mask[~keep].isfinite().any()):
         reason = f"{stack.mask} must be 0 or -inf where it is floating"
     elif stack.is_relative and int(begins.sum(1).max()) > 1:

@@ -23,11 +23,19 @@ from torch import nn
 from torch_attn._import import import_of
 from torch_attn.integrations._attention import attention_forward, interfaces, register_function
 from torch_attn.integrations._unpad import Unpadded
+from torch_attn.integrations._unpad import restore as _restore
 
 if TYPE_CHECKING:
     from torch_attn.integrations._cache import EightBitCache
 
-__all__ = ["attention_forward", "eight_bit_cache", "register", "unpad", "unregister"]
+__all__ = [
+    "attention_forward",
+    "eight_bit_cache",
+    "register",
+    "restore_unpad",
+    "unpad",
+    "unregister",
+]
 
 # The names that register() took from transformers, each with its implementation and mask function.
 _taken: dict[str, tuple[Any, Any]] = {}
@@ -73,6 +81,8 @@ def register(name: str = "attn") -> str:
       Bark, Data2VecVision, DeepSeek-OCR 2, DeepSeek-VL Hybrid, Falcon, GIT, GPT-J (until
       transformers 5.24), GPT-Neo, SAM, SAM-HQ, SuperGlue and UnlimitedOCR.
 
+    `model.set_attn_implementation("sdpa")` undoes `model.set_attn_implementation(register())`.
+
     Returns:
         `name`.
 
@@ -87,25 +97,30 @@ def register(name: str = "attn") -> str:
     return name
 
 
-def unregister(name: str) -> None:
+def unregister(name: str | None = None) -> None:
     """Gives a name that :func:`register` took, such as "sdpa", back to transformers.
 
-    Models attend with transformers' own implementation from their next call on.
+    Models attend with transformers' own implementation from their next call on. A model that has
+    our own name leaves it by `model.set_attn_implementation("sdpa")`.
 
     Args:
-        name: the name that was passed to :func:`register`.
+        name: the name that was passed to :func:`register`. None stands for all of them.
 
     Raises:
         ValueError: `attn` does not replace an implementation of that name.
     """
-    if name not in _taken:
+    if name is not None and name not in _taken:
         taken = ", ".join(map(repr, _taken)) or "none"
-        raise ValueError(f"name is {name!r}; register() took these from transformers: {taken}")
-    for interface, function in zip(interfaces(), _taken.pop(name), strict=True):
-        if function is None:  # "eager" has a mask only; no public function removes a name
-            del interface._global_mapping[name]
-        else:
-            interface.register(name, function)
+        raise ValueError(
+            f"name is {name!r}; register() took these from transformers: {taken}. A model leaves "
+            'another name by model.set_attn_implementation("sdpa")'
+        )
+    for taken in [*_taken] if name is None else [name]:
+        for interface, function in zip(interfaces(), _taken.pop(taken), strict=True):
+            if function is None:  # "eager" has a mask only; no public function removes a name
+                del interface._global_mapping[taken]
+            else:
+                interface.register(taken, function)
 
 
 def eight_bit_cache(model: Any, dtype: torch.dtype = torch.int8) -> EightBitCache:
@@ -162,7 +177,8 @@ def unpad(model: nn.Module) -> Unpadded:
             attention.
 
     Returns:
-        A handle for ``with``. Without ``with``, call its `remove()` at the end.
+        A handle for ``with``. Without ``with``, call its `remove()` at the end, or
+        :func:`restore_unpad`. It counts the tokens that the model got and computed.
 
     Raises:
         ValueError: `unpad` does not support the model (a decoder, layerdrop), or does not support
@@ -172,3 +188,12 @@ def unpad(model: nn.Module) -> Unpadded:
             its last layer, or a backward with checkpointing runs after `unpad` has ended.
     """
     return Unpadded(model)
+
+
+def restore_unpad(model: nn.Module) -> None:
+    """Ends :func:`unpad` for a model, whoever has the handles; does nothing where it is off.
+
+    Args:
+        model: the module that was passed to :func:`unpad`, or one that holds it.
+    """
+    _restore(model)
