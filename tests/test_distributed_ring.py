@@ -238,7 +238,7 @@ def check_errors() -> None:
         torch_attn.distributed.sdpa(query, key, value, lengths=8)
     with pytest.raises(RuntimeError, match=r"query is \[8\] and key .*; they must have two"):
         torch_attn.distributed.sdpa(query[0, 0, 0], key, value)
-    with pytest.raises(TypeError, match=r"torch_attn.distributed.sdpa: key is a builtins.list"):
+    with pytest.raises(TypeError, match=r"torch_attn.distributed.sdpa: key is a list"):
         torch_attn.distributed.sdpa(query, key.tolist(), value)
     with pytest.raises(TypeError, match=r"distributed.sdpa\(\) got an unexpected .* 'dropout_p'"):
         torch_attn.distributed.sdpa(query, key, value, dropout_p=0.1)

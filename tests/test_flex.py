@@ -631,3 +631,18 @@ def test_flops_opcheck_invariance_and_what_refuses_functions() -> None:
     text = "attn.program 1\n%0 f score\nreturn %0"
     with pytest.raises(RuntimeError, match="attn::flex_attention: query is a nested tensor"):
         torch.ops.attn.flex_attention(nested, nested, nested, score_mod=text)
+
+
+@pytest.mark.parametrize("wrong", [lambda b, h, i, j: i >= j, "causal"], ids=["mask_mod", "str"])
+def test_what_is_no_score_mod(wrong: Any) -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(
+        TypeError, match=r"score_mod is .*; it must be a function of score, b, h, q_"
+    ):
+        torch_attn.flex_attention(x, x, x, wrong)
+
+
+def test_an_error_of_the_function_itself_stays() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        torch_attn.flex_attention(x, x, x, lambda s, b, h, i, j: s + None)

@@ -180,12 +180,38 @@ def test_not_a_tensor(wrong: Any, argument: str, call: str) -> None:
     """PyTorch names argument and type for an operator; the functions also say what to do."""
     arguments = {**{n: floats(*size) for n, size in SIZES.items()}, argument: wrong}
     kind = type(wrong).__name__
-    said = rf"^attn::\w+: {argument} is a builtins\.{kind}; .* torch\.as_tensor\({argument}\)"
-    if "ops" in call or argument == "attn_mask":
+    said = rf"^attn::\w+: {argument} is a {kind}; .* torch\.as_tensor\({argument}\)"
+    if "ops" in call:
         said = rf"'{argument}'.*'{kind}'"
     with pytest.raises((TypeError, RuntimeError), match=said) as error:
         CALLS[call](**arguments)
     assert "Tensor" in str(error.value)
+
+
+# What people write: arguments of other libraries, numbers and lists for tensors, places mistaken.
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "causal": ({"causal": True}, r"no argument causal here; use is_causal, and query_offset=S - L"),
+    "softmax_scale": ({"softmax_scale": 0.1}, r"no argument softmax_scale here; use scale$"),
+    "score_mod": ({"score_mod": abs}, r"score_mod here; use torch_attn.flex_attention"),
+    "window": ({"window": (3, 0)}, r"no argument window here; use window_size"),
+    "misspelt": ({"key_length": 3}, r"no argument key_length here; the options are softcap, .*"),
+    "place": ({"attn_mask": True}, r"attn_mask is a bool; .*is_causal is passed by its name"),
+    "sinks": ({"sinks": 0.0}, r"sinks is a float; .*torch\.as_tensor\(sinks\)"),
+    "slopes": ({"alibi_slopes": [1.0]}, r"alibi_slopes is a list; .*torch\.as_tensor\("),
+    "lengths": (
+        {"key_lengths": [3, 4]},
+        r"key_lengths is \[3, 4\]; it must .* torch.tensor\(\[3, 4\]\)",
+    ),
+    "window_size": ({"window_size": 5}, r"window_size is 5; .*\(127, 0\) for 128 keys"),
+    "None": ({"key": None}, r"key is None; it must be a torch.Tensor$"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_natural_mistakes(mistake: str) -> None:
+    wrong, said = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=said):
+        torch_attn.sdpa(**{n: floats(*size) for n, size in SIZES.items()} | wrong)
 
 
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -336,7 +362,7 @@ def test_a_value_given_to_stats_is_named() -> None:
     query, key, value = (floats(*size) for size in SIZES.values())
     with pytest.raises(RuntimeError, match="there is no value: the third argument is attn_mask"):
         torch_attn.sdpa_stats(query, key, value)
-    with pytest.raises(TypeError, match=r"^attn::sdpa_stats: key is a builtins\.list; it must"):
+    with pytest.raises(TypeError, match=r"^attn::sdpa_stats: key is a list; it must"):
         torch_attn.sdpa_stats(query, [1.0])  # type: ignore[arg-type]
 
 

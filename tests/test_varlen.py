@@ -392,13 +392,13 @@ def test_errors_of_pages(changes: dict[str, Any], message: str) -> None:
 def test_errors_in_python() -> None:
     with pytest.raises(ValueError, match="num_splits is -1"):
         torch_attn.varlen_attn(**arguments(), num_splits=-1)
-    with pytest.raises(TypeError, match=r"query is a builtins\.list"):
+    with pytest.raises(TypeError, match=r"query is a list"):
         torch_attn.varlen_attn(**arguments() | {"query": [1]})
-    with pytest.raises(TypeError, match=r"cu_seq_q is a builtins\.list"):
+    with pytest.raises(TypeError, match=r"cu_seq_q is a list"):
         torch_attn.varlen_attn(**arguments() | {"cu_seq_q": [0, 3, 8]}, query_offset=1)
-    with pytest.raises(TypeError, match="return_aux is True; it must be None or an AuxRequest"):
+    with pytest.raises(TypeError, match="return_aux is True; it must be None or a .*AuxRequest"):
         torch_attn.varlen_attn(**arguments(), return_aux=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"out is a builtins\.list"):
+    with pytest.raises(TypeError, match=r"out is a list"):
         torch_attn.varlen_attn_out([1], **arguments())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a derivative is asked for, but block_table is given"):
         torch_attn.varlen_attn(**pages() | {"query": torch.randn(8, 4, 16, requires_grad=True)})

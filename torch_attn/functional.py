@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
 
 import torch
@@ -42,6 +43,24 @@ class Options(StatsOptions, total=False):
     value_scale: Tensor | None
 
 
+# What to use for the arguments of other libraries.
+_ELSEWHERE = {
+    "attention_mask": "attn_mask",
+    "attn_bias": "attn_mask",
+    "block_mask": "torch_attn.flex_attention",
+    "causal": "is_causal, and query_offset=S - L where the last query is to see the last key",
+    "dropout": "dropout_p",
+    "key_padding_mask": "attn_mask, True where a query may attend, as mask[:, None, None, :]",
+    "mask": "attn_mask",
+    "need_weights": "torch_attn.sdpa_with_weights",
+    "p": "dropout_p",
+    "return_attn_probs": "torch_attn.sdpa_with_weights",
+    "return_lse": "torch_attn.sdpa_with_logsumexp",
+    "score_mod": "torch_attn.flex_attention",
+    "softmax_scale": "scale",
+    "window": "window_size",
+}
+
 # Their names, because torch.compile cannot read annotations.
 _OF_STATS, _OF_SDPA = tuple(StatsOptions.__annotations__), tuple(Options.__annotations__)
 
@@ -63,6 +82,7 @@ def sdpa(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    **others: NoReturn,
 ) -> Tensor:
     """Scaled dot-product attention.
 
@@ -129,6 +149,8 @@ def sdpa(
             `key_lengths`. A key of 8 bits needs a query of float32, bfloat16 or float16. Then
             query, key and value have no derivatives.
         value_scale: the same for a value of 8 bits.
+        others: none. A name of another library, such as flash-attn's `causal`, is an error that
+            says what it is called here.
 
     Returns:
         ``[B..., Hq, L, Ev]`` in query's dtype, with the query's memory layout (a ``[B, L, H, E]``
@@ -194,6 +216,9 @@ def sdpa(
     scale = None if scale is None else _number("attn::sdpa", "scale", scale)
     dropout_p = _number("attn::sdpa", "dropout_p", dropout_p)
     plain = (query, key, value, attn_mask, dropout_p, is_causal)
+    if others or not isinstance(attn_mask, (Tensor, NoneType)):
+        _refuse_unknown("attn::sdpa", others, _OF_SDPA)
+        _refuse_others("attn::sdpa", attn_mask=attn_mask)
     no_tensors = query_offset is None and key_lengths is None and alibi_slopes is None
     no_tensors = no_tensors and sinks is None and key_scale is None and value_scale is None
     softcap = _number("attn::sdpa", "softcap", softcap)
@@ -395,6 +420,8 @@ def sdpa_stats(
     """
     if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         _refuse_others("attn::sdpa_stats", query=query, key=key)
+    if not isinstance(attn_mask, (Tensor, NoneType)):
+        _refuse_others("attn::sdpa_stats", attn_mask=attn_mask)
     scale = None if scale is None else _number("attn::sdpa_stats", "scale", scale)
     plain = (query, key, attn_mask, is_causal)
     own = _as_operators_take("attn::sdpa_stats", query, options, _OF_STATS)
@@ -425,6 +452,8 @@ def _three(
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = plain
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         _refuse_others(operator, query=query, key=key, value=value)
+    if not isinstance(attn_mask, (Tensor, NoneType)):
+        _refuse_others(operator, attn_mask=attn_mask)
     own = _as_operators_take(operator, query, options, _OF_SDPA)
     own["scale"] = None if scale is None else _number(operator, "scale", scale)
     dropout_p = _number(operator, "dropout_p", dropout_p)
@@ -439,24 +468,33 @@ def _as_operators_take(
 ) -> dict[str, Any]:
     """Returns these options as the operators take them. Refuses an option that is not `known`."""
     own: dict[str, Any] = {**options}
-    for name in own:
-        if name not in known:
-            raise TypeError(
-                f"{operator}: there is no argument {name} here; the options are {', '.join(known)}"
-            )
+    _refuse_unknown(operator, own, known)
     if "softcap" in own:
         own["softcap"] = _number(operator, "softcap", own["softcap"])
     if "window_size" in own:
         own["window_size"] = _pair(own["window_size"])
-    for name in ("query_offset", "key_lengths"):
-        if name in own:
-            own[name] = _integers(name, own[name], query)
+    for name, given in own.items():
+        if name in ("query_offset", "key_lengths"):
+            own[name] = _integers(name, given, query)
+        elif name not in ("softcap", "window_size") and not isinstance(given, (Tensor, NoneType)):
+            _refuse_others(operator, **{name: given})
     return own
+
+
+def _refuse_unknown(operator: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            other = _ELSEWHERE.get(name)
+            here = f"use {other}" if other else f"the options are {', '.join(known)}"
+            raise TypeError(f"{operator}: there is no argument {name} here; {here}")
 
 
 def _pair(window_size: tuple[int, int]) -> list[int]:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size is {window_size}; it must be a pair (left, right) of ints")
+        raise ValueError(
+            f"window_size is {window_size!r}; it must be a pair (left, right) of ints, such as "
+            "(127, 0) for 128 keys up to a query's own, or (-1, -1) for no window"
+        )
     for number in window_size:
         _check_whole("window_size", number)
     return [window_size[0], window_size[1]]
@@ -468,7 +506,8 @@ def _integers(name: str, numbers: Tensor | int | None, query: Tensor) -> Tensor 
         return None
     if isinstance(numbers, Tensor):
         return numbers
-    _check_whole(name, numbers, " or a tensor of integers")
+    example = f", such as torch.tensor({numbers})" if isinstance(numbers, list) else ""
+    _check_whole(name, numbers, f" or a tensor of integers{example}")
     return torch.full([], numbers, dtype=torch.int64, device=query.device)
 
 
@@ -483,11 +522,16 @@ def _check_whole(name: str, number: Any, or_else: str = "") -> None:
 def _refuse_others(operator: str, **tensors: Any) -> None:
     """Accepts only tensors and objects that act as a tensor, as a proxy of :mod:`torch.fx` does."""
     for name, given in tensors.items():
-        if not hasattr(given, "__torch_function__"):
-            raise TypeError(
-                f"{operator}: {name} is a {type(given).__module__}.{type(given).__qualname__}; it "
-                f"must be a torch.Tensor, as torch.as_tensor({name}) makes of numbers"
-            )
+        if hasattr(given, "__torch_function__"):
+            continue
+        kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+        advice = "" if given is None else f", as torch.as_tensor({name}) makes of numbers"
+        if name == "attn_mask" and isinstance(given, bool):
+            advice = "; is_causal is passed by its name"
+        raise TypeError(
+            f"{operator}: {name} is {'None' if given is None else f'a {kind}'}; it must be a "
+            f"torch.Tensor{advice}"
+        )
 
 
 def _number(operator: str, name: str, number: float) -> float:

@@ -188,7 +188,10 @@ def varlen_attn(
             f"{name}: num_splits is {num_splits}; it must be None or an int of 0 or more"
         )
     if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise TypeError(f"{name}: return_aux is {return_aux!r}; it must be None or an AuxRequest")
+        raise TypeError(
+            f"{name}: return_aux is {return_aux!r}; it must be None or a "
+            "torch_attn.varlen.AuxRequest, such as AuxRequest(lse=True)"
+        )
     _check_whole("max_q", max_q)
     _check_whole("max_k", max_k)
     offset = _integers("query_offset", query_offset, query)

@@ -6,6 +6,7 @@ The functions of FlexAttention take single numbers: `score_mod(score, b, h, q_id
 
 from __future__ import annotations
 
+import inspect
 import operator as operators
 from typing import Any
 
@@ -33,7 +34,11 @@ class Tracer(TorchFunctionMode):
         """Runs a user's function and returns its result's node in the list of operations."""
         stand_ins = [self.values.stand_in(x) for x in arguments]
         with self:
-            result = function(*stand_ins)
+            try:
+                result = function(*stand_ins)
+            except TypeError:
+                _check_takes(name, function, len(stand_ins))
+                raise
         if isinstance(result, bool | int | float):
             result = torch.tensor(result, device=self.values.device)
             self.values.tensors.made.append(result)
@@ -104,3 +109,19 @@ class Tracer(TorchFunctionMode):
 
 _PLAIN = bool, int, float, str, type, torch.dtype, torch.SymInt, torch.SymFloat
 _SAME = frozenset(("to", "type", "type_as", "contiguous", *CONVERSIONS))
+
+
+def _check_takes(name: str, function: Any, count: int) -> None:
+    """Refuses what cannot be called with `count` arguments, such as a mask_mod as a score_mod."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except ValueError:  # a builtin that does not tell
+        pass
+    except TypeError:
+        arguments = "b, h, q_idx, kv_idx" if count == 4 else "score, b, h, q_idx, kv_idx"
+        what = getattr(function, "__qualname__", repr(function))
+        raise TypeError(
+            f"torch_attn.flex_attention: {name} is {what}; it must be a function of {arguments}. "
+            "score_mod(score, b, h, q_idx, kv_idx) comes before block_mask, which may be a "
+            "mask_mod(b, h, q_idx, kv_idx)"
+        ) from None
