@@ -72,6 +72,8 @@ EQUIVALENT = {  # survivors that change no result, and why
     "if (!(i == 0)) {": "the other threads write the same",
     "if (!(slices == p.batch * p.heads)) return {};  // no two heads share it": "changes the speed",
     "run_ranges(keys, kRowsPerRange, 1.0 * p.chunks, 0,": "changes the speed",
+    "int batch_dims = 1;": "is always set",
+    "found = ops._sdpa_forward(*own, **options, with_rows=True)": "what is not read is computed",
     "p.rows_per_pass = std::max(rows, round_up(p.rows(), kRowTile));": "changes the speed",
     "static constexpr bool kRoundsScores = std::is_same_v<F, S>;": "rounds float32 to float32",
     "for i, (cell, width) in enumerate(zip(row, widths, strict=False))": "rows are equally long",
