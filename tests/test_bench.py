@@ -25,6 +25,8 @@ from rich.console import Console
 import torch_attn
 from _variants import ROOT, run_python
 
+pytestmark = pytest.mark.long
+
 BENCHMARKS = ROOT / "benchmarks"
 
 
@@ -181,7 +183,6 @@ def test_gpt_with_keys_and_values_of_8_bits(bench: Any) -> None:
         torch.testing.assert_close(decoded, model(tokens).double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.long
 def test_bench_of_8_bits(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import eight_bits
 
@@ -222,7 +223,6 @@ VISIBLE = {  # of the numbers of queries and keys: how many pairs
 }
 
 
-@pytest.mark.long
 def test_masked_rows(bench: Any) -> None:
     import masked
 
@@ -447,7 +447,6 @@ def test_tables_of_what_is_new(bench: Any) -> None:
     assert "| k | 512 | 2 | 10 |" in text
 
 
-@pytest.mark.long
 def test_chart_of_new_and_old_results(bench: Any, tmp_path: Path) -> None:
     import chart
 

@@ -28,6 +28,8 @@ from _variants import run_python
 from examples import plots
 from torch_attn.plots import _labels
 
+pytestmark = pytest.mark.long
+
 DARK = {
     "text.color": "#eeeeee",
     "axes.labelcolor": "#eeeeee",
@@ -133,7 +135,6 @@ def assert_apart(found: list[tuple[Text, Bbox]], kind: str) -> None:
 LAYOUTS = ["one", "2 x 3", "subfigures", "constrained", "free in constrained", "adjusted", "tight"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", ["the cat sat on it", SENTENCE[6:64]])
 def test_the_bar_of_given_axes_covers_nothing(layout: str, tokens: str) -> None:
@@ -491,7 +492,6 @@ def test_no_setting_of_matplotlib_is_changed() -> None:
     run_python("-c", script)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("missing", "call"),
     [

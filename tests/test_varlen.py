@@ -396,7 +396,7 @@ def test_errors_in_python() -> None:
         torch_attn.varlen_attn(**arguments() | {"query": [1]})
     with pytest.raises(TypeError, match=r"cu_seq_q is a list"):
         torch_attn.varlen_attn(**arguments() | {"cu_seq_q": [0, 3, 8]}, query_offset=1)
-    with pytest.raises(TypeError, match="return_aux is True; it must be None or a .*AuxRequest"):
+    with pytest.raises(TypeError, match=r"return_aux is True; it must be None or a .*AuxRequest"):
         torch_attn.varlen_attn(**arguments(), return_aux=True)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"out is a list"):
         torch_attn.varlen_attn_out([1], **arguments())  # type: ignore[arg-type]
