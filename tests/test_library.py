@@ -1,6 +1,7 @@
 """Loading the library: an import that cannot work says why and what to do."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -27,6 +28,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pretend_built_for(torch.__version__, path)
     monkeypatch.setattr(_library, "LIBRARY", path)
     monkeypatch.setattr(_library, "PACKAGE", tmp_path)
+    monkeypatch.delenv("ATTN_LIBRARY", raising=False)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel", lambda name: False)
     return path
 
@@ -40,6 +42,53 @@ def test_not_built(library: Path) -> None:
     library.unlink()
     with pytest.raises(ImportError, match=r"libattn\.so is not there.*fits none\..*pip install"):
         _library.load()
+
+
+def test_a_library_of_the_environment(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.unlink()
+    monkeypatch.setenv("ATTN_LIBRARY", str(library))
+    with pytest.raises(ImportError, match=r"not there\. The environment variable ATTN_LIB"):
+        _library.load()
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0"])
+def test_a_torch_that_is_not_supported(
+    version: str, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.unlink()
+    monkeypatch.setattr(torch, "__version__", version)
+    said = rf"This is torch {re.escape(version)}; torch 2\.11 to 2\.15 are supported$"
+    with pytest.raises(ImportError, match=said):
+        _library.load()
+
+
+def test_the_releases_are_those_of_the_wheel() -> None:
+    oldest, newest = (".".join(map(str, x)) for x in (_library.OLDEST, _library.NEWEST))
+    releases = re.search(r"^TORCH := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert releases
+    assert releases[1].split()[:: len(releases[1].split()) - 1] == [oldest, newest]
+    major, minor = _library.NEWEST
+    assert f'"torch>={oldest},<{major}.{minor + 1}"' in (ROOT / "setup.py").read_text()
+
+
+def test_a_checkout_that_hides_the_installed_one(tmp_path: Path) -> None:
+    """Python puts the current directory first, as at a visitor's `python examples/...`."""
+    sources = shutil.ignore_patterns("torch_2_*", "__pycache__")
+    shutil.copytree(ROOT / "torch_attn", tmp_path / "checkout" / "torch_attn", ignore=sources)
+    (tmp_path / "checkout" / "setup.py").touch()
+    installed = tmp_path / "installed" / "torch_attn" / _library.IN_PACKAGE
+    installed.parent.mkdir(parents=True)
+    installed.touch()
+    code = "import sys; sys.path[:0] = ['', sys.argv[1]]; import torch_attn"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "installed")],
+        env={name: value for name, value in os.environ.items() if name != "ATTN_LIBRARY"},
+        cwd=tmp_path / "checkout",
+        capture_output=True,
+        text=True,
+    )
+    hidden = f"hides the torch_attn that is installed in {tmp_path / 'installed'}: start Python in"
+    assert hidden in run.stderr
 
 
 def test_built_for_other_releases(library: Path) -> None:

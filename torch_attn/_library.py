@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TypedDict
 
@@ -14,6 +15,7 @@ IN_PACKAGE = Path("torch_" + "_".join(torch.__version__.split(".")[:2]), "libatt
 # empty ATTN_LIBRARY counts as unset.
 PACKAGE = Path(__file__).parent
 LIBRARY = Path(os.environ.get("ATTN_LIBRARY") or PACKAGE / IN_PACKAGE)
+OLDEST, NEWEST = (2, 11), (2, 15)  # the releases of torch that are supported
 _BUILD = "Build it for this environment, in a checkout: pip install --no-build-isolation -e ."
 
 
@@ -35,12 +37,7 @@ def load() -> None:
             ATTN_INVARIANT is neither 0 nor 1.
     """
     if not LIBRARY.exists():
-        built = sorted(path.parent.name for path in PACKAGE.glob("torch_*/libattn.so"))
-        fits = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in built)
-        raise ImportError(
-            f"torch_attn: {LIBRARY} is not there. This is torch {torch.__version__}, and what the "
-            f"package has fits {f'torch {fits}' if fits else 'none'}. {_BUILD}"
-        )
+        raise ImportError(f"torch_attn: {LIBRARY} is not there. {_why_not_there()}")
     try:
         built_for = built_with()["torch"]
     except (OSError, ValueError, KeyError) as error:
@@ -65,6 +62,26 @@ def load() -> None:
         raise ImportError(f"torch_attn: {LIBRARY} does not load: {error}. {_BUILD}") from error
     # Reads ATTN_CPU_CAPABILITY and ATTN_INVARIANT now, so that wrong values raise here.
     torch.ops.attn._cpu_capability(), torch.ops.attn._invariant(0)
+
+
+def _why_not_there() -> str:
+    if os.environ.get("ATTN_LIBRARY"):
+        return "The environment variable ATTN_LIBRARY names it: correct or unset that"
+    release = tuple(int(n) for n in torch.__version__.split(".")[:2])
+    if not OLDEST <= release <= NEWEST:
+        oldest, newest = (".".join(map(str, x)) for x in (OLDEST, NEWEST))
+        return f"This is torch {torch.__version__}; torch {oldest} to {newest} are supported"
+    others = [Path(x or ".", "torch_attn").resolve() for x in sys.path]
+    hidden = next((x for x in others if (x / IN_PACKAGE).exists() and x != PACKAGE), None)
+    if hidden and (PACKAGE.parent / "setup.py").exists():
+        return (
+            f"{PACKAGE.parent} is a checkout that was not compiled, and hides the torch_attn that "
+            f"is installed in {hidden.parent}: start Python in another directory"
+        )
+    built = sorted(path.parent.name for path in PACKAGE.glob("torch_*/libattn.so"))
+    fits = ", ".join(name.removeprefix("torch_").replace("_", ".") for name in built)
+    has = f"torch {fits}" if fits else "none"
+    return f"This is torch {torch.__version__}, and what the package has fits {has}. {_BUILD}"
 
 
 def _is_in_this_process() -> bool:
