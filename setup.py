@@ -14,6 +14,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"torch_attn needs setuptools 77 or later; this is {setuptools.__version__}. "
+        "Type: pip install 'setuptools>=77'"
+    )
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
@@ -24,7 +31,8 @@ try:
 except ImportError as error:
     raise SystemExit(
         "torch_attn is compiled for the torch that is installed, and here none imports "
-        f"({error}). Install torch 2.11 to 2.15, then type: pip install ninja 'setuptools>=77' && "
+        f"({error}). Without --no-build-isolation, pip hides a torch that you have. Install torch "
+        "2.11 to 2.15, then type: pip install ninja 'setuptools>=77' && "
         "pip install --no-build-isolation ."
     ) from None
 
@@ -138,9 +146,24 @@ def generated(name: str | Path, *included: str) -> str:
 
 
 def compiler_version() -> str:
-    compiler = get_cxx_compiler()
-    version = subprocess.check_output([compiler, "--version"], text=True)
+    version = subprocess.check_output([get_cxx_compiler(), "--version"], text=True)
     return version.splitlines()[0]
+
+
+def check_compiler() -> None:
+    """Ends with one sentence what would else be a page of ninja's after a minute."""
+    program = "#include <bit>\n#include <concepts>\nint n = std::popcount(5u);\n"
+    command = [get_cxx_compiler(), "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(command, input=program, capture_output=True, text=True)
+        said = [*done.stderr.splitlines(), "an error"][:1] if done.returncode else []
+    except OSError as error:
+        said = [str(error)]
+    if said:
+        raise SystemExit(
+            "torch_attn needs a compiler of C++20, such as GCC 12 or clang 19 (tested), and "
+            f"{command[0]} says: {said[0]}. CXX=/usr/bin/g++-12 pip install ... chooses another"
+        )
 
 
 class BuildLibrary(BuildExtension):
@@ -166,6 +189,7 @@ class BuildLibrary(BuildExtension):
         self.force = True
 
     def run(self):
+        check_compiler()
         library = Path(self.get_ext_fullpath(self.extensions[0].name))
         if self.inplace:  # those of other releases would be of older sources
             for other in library.parents[1].glob("torch_*"):

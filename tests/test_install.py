@@ -16,6 +16,7 @@ import torch
 
 import torch_attn
 from check_wheel import compute, fresh_environment
+from torch_attn import _library
 
 PIP = [sys.executable, "-m", "pip"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
@@ -145,3 +146,30 @@ def test_the_supported_releases_of_torch_are_the_same_everywhere() -> None:
     assert listed
     minors = range(int(oldest), int(after_newest))
     assert listed.group(1).split() == [f"2.{minor}" for minor in minors]
+    newest = 2, int(after_newest) - 1
+    assert ((2, int(oldest)), newest) == (_library.OLDEST, _library.NEWEST)
+
+
+def test_an_old_setuptools_and_an_old_compiler_are_one_sentence(tmp_path: Path) -> None:
+    old = "import runpy, setuptools; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')"
+    run = subprocess.run([sys.executable, "-c", old], cwd=ROOT, capture_output=True, text=True)
+    said = "torch_attn needs setuptools 77 or later; this is 65.5.0. Type: pip install 'set"
+    assert run.returncode == 1
+    assert run.stderr.startswith(said)
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho \"error: no option '-std=c++20'\" >&2; exit 1\n")
+    compiler.chmod(0o755)
+    for path, error in (
+        (compiler, "error: no option '-std=c++20'"),
+        ("/no/g++", "[Errno 2] No such"),
+    ):
+        run = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", f"--build-temp={tmp_path}"],
+            cwd=ROOT,
+            env=os.environ | {"CXX": str(path)},
+            capture_output=True,
+            text=True,
+        )
+        last = run.stderr.splitlines()[-1]
+        assert last.startswith("torch_attn needs a compiler of C++20, such as GCC 12"), run.stderr
+        assert f"{path} says: {error}" in last

@@ -62,15 +62,6 @@ def test_a_torch_that_is_not_supported(
         _library.load()
 
 
-def test_the_releases_are_those_of_the_wheel() -> None:
-    oldest, newest = (".".join(map(str, x)) for x in (_library.OLDEST, _library.NEWEST))
-    releases = re.search(r"^TORCH := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert releases
-    assert releases[1].split()[:: len(releases[1].split()) - 1] == [oldest, newest]
-    major, minor = _library.NEWEST
-    assert f'"torch>={oldest},<{major}.{minor + 1}"' in (ROOT / "setup.py").read_text()
-
-
 def test_a_checkout_that_hides_the_installed_one(tmp_path: Path) -> None:
     """Python puts the current directory first, as at a visitor's `python examples/...`."""
     sources = shutil.ignore_patterns("torch_2_*", "__pycache__")
