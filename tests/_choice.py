@@ -124,12 +124,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unknown := set(asked) - set(TIERS):
         raise pytest.UsageError(f"--tiers {', '.join(unknown)}: there are {', '.join(TIERS)}")
     own = [item for item in items if _runs_functions_of_its_own(item)]
-    quick = set(_one_case_of_each(own))
+    first = set(_one_case_of_each(own))
     # The slowest instruction set, whose kernels are compiled from the sources of the others.
-    left_to_quick = {i for i in own if _capability(i) == "default" and len(CPU_CAPABILITIES) > 1}
-    own = [i for i in own if i in quick or _slow(i) or i not in left_to_quick]
-    tier = dict.fromkeys(own, "product") | dict.fromkeys(_pairs(own, quick), "rest")
-    tier |= dict.fromkeys(quick, "quick") | {i: "slow" for i in own if _slow(i)}
+    only_first = {i for i in own if _capability(i) == "default" and len(CPU_CAPABILITIES) > 1}
+    own = [i for i in own if i in first or _slow(i) or i not in only_first]
+    tier = dict.fromkeys(own, "product") | dict.fromkeys(_pairs(own, first), "rest")
+    tier |= {i: "quick" for i in first if not i.get_closest_marker("long")}
+    tier |= {i: "slow" for i in own if _slow(i)}
     slow = [i for i in own if tier[i] == "slow"]
     share, shares = _part(config, "--share")
     left_out = _other_shares(slow, share, shares)
@@ -266,7 +267,7 @@ def _one_case_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     Which one is spread evenly.
     """
     cases: dict[tuple[Any, ...], list[pytest.Item]] = collections.defaultdict(list)
-    for item in filter(lambda i: not _slow(i) and not i.get_closest_marker("long"), items):
+    for item in filter(lambda i: not _slow(i), items):
         function = _function(item)
         each = item.get_closest_marker("each")
         regression = item.name if item.get_closest_marker("regression") else ""

@@ -21,6 +21,7 @@ from helpers import INF, NAN
 SCORES = [0.0, -0.0, 1.0, -1.0, 0.3, -0.3, 7.0, -50.0, 1e-5, -1e-5, 90.0, INF, -INF, NAN]
 CONSTANTS = [0.37, -2.5, 0.0, -0.0, 1.0, -1.0, 1e-9, -1e9, 1e15, -1e-15, INF, -INF, NAN]
 FEW = [-2.5, 1.0, -1.0, 0.0, INF]
+DTYPES = torch.float32, torch.float64
 OTHERS = torch.tensor([-0.0, 0.0, *torch.linspace(-2, 2, len(SCORES) - 2)], dtype=torch.float64)
 TABLE = torch.tensor([0.7, 2.0], dtype=torch.float64)
 tanh, floor_divide = torch.tanh, functools.partial(torch.div, rounding_mode="floor")
@@ -145,28 +146,27 @@ def test_every_rewrite_is_applied() -> None:
 
 
 @pytest.mark.usefixtures("cpu_capability")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_rewritten_functions_compute_the_same(name: str, dtype: torch.dtype) -> None:
-    function, y, t = FUNCTIONS[name], OTHERS.to(dtype), TABLE[0].to(dtype)
-    for u, v in itertools.product(CONSTANTS, FEW):
-        plain = functools.partial(lambda x, u, v: function(x, u, v, y, t), u=u, v=v)
-        check(program_of(function, u, v, dtype), plain, dtype, (u, v))
+def test_rewritten_functions_compute_the_same(name: str) -> None:
+    function = FUNCTIONS[name]
+    for dtype, u, v in itertools.product(DTYPES, CONSTANTS, FEW):
+        more = {"y": OTHERS.to(dtype), "t": TABLE[0].to(dtype)}
+        plain = functools.partial(lambda x, u, v, y, t: function(x, u, v, y, t), u=u, v=v, **more)
+        check(program_of(function, u, v, dtype), plain, dtype, (dtype, u, v))
 
 
 @pytest.mark.usefixtures("cpu_capability")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "is_left"), STRINGS)
-def test_rewritten_strings_compute_the_same(name: str, is_left: bool, dtype: torch.dtype) -> None:
+def test_rewritten_strings_compute_the_same(name: str, is_left: bool) -> None:
     operation = getattr(torch, name)
-    for u, v in itertools.product(CONSTANTS, FEW):
+    for dtype, u, v in itertools.product(DTYPES, CONSTANTS, FEW):
 
         def plain(x: Tensor, u: float = u, v: float = v) -> Tensor:
             c = torch.tensor(u, dtype=x.dtype)
             return v / (operation(c, x) if is_left else operation(x, c))  # type: ignore[no-any-return]
 
         text = STRINGS[name, is_left].format(u=u, v=v)
-        check({"score_mod": text}, plain, dtype, (u, v))
+        check({"score_mod": text}, plain, dtype, (dtype, u, v))
 
 
 @pytest.mark.usefixtures("cpu_capability")

@@ -526,6 +526,8 @@ def _refuse_others(operator: str, **tensors: Any) -> None:
             continue
         kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
         advice = "" if given is None else f", as torch.as_tensor({name}) makes of numbers"
+        if type(given).__name__ == "BlockMask":
+            advice = "; torch_attn.flex_attention takes a BlockMask, as block_mask"
         if name == "attn_mask" and isinstance(given, bool):
             advice = "; is_causal is passed by its name"
         raise TypeError(
