@@ -82,6 +82,13 @@ def test_bench_stops_where_results_differ() -> None:
         _bench._check("another", (x, x), (x, x + torch.tensor([0, 0, 0.1])))
 
 
+def test_bench_says_first_that_there_is_no_directory() -> None:
+    command = [sys.executable, "-m", "torch_attn", "bench", "--json=/no/such/bench.json"]
+    run = subprocess.run(command, text=True, capture_output=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "there is no directory /no/such" in run.stderr
+
+
 def test_version() -> None:
     said = subprocess.check_output([sys.executable, "-m", "torch_attn", "--version"], text=True)
     assert said == f"{torch_attn.__version__}\n"

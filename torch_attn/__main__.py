@@ -33,6 +33,8 @@ def main() -> None:
     bench.add_argument("--json", type=Path, help="also write the numbers to this file")
     arguments = parser.parse_args()
     if arguments.command == "bench":
+        if arguments.json and not arguments.json.parent.is_dir():  # said before, not after, 30 s
+            bench.error(f"--json {arguments.json}: there is no directory {arguments.json.parent}")
         _bench.bench(arguments.seconds, _machine(), arguments.json)
     elif arguments.cmake_prefix_path:
         print(f"{LIBRARY.resolve().parent};{torch.utils.cmake_prefix_path}")

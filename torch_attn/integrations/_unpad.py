@@ -55,8 +55,8 @@ class Unpadded(contextlib.ExitStack):
     """What :func:`~torch_attn.integrations.transformers.unpad` has turned on.
 
     Attributes:
-        tokens_given: tokens in the batches that the model got since then, padding included.
-        tokens_computed: those of them that the model computed.
+        tokens_given: the number of tokens that the model got since then, padding included.
+        tokens_computed: the number of tokens that the model computed.
     """
 
     def __init__(self, model: nn.Module) -> None:
